@@ -40,8 +40,8 @@ def state_arrays(
     """What a sequence keeps: the state at a chunk's start, rows of the tokens since, and inputs of a convolution.
 
     A head has one decay, or ``per_channel`` one for each element of a key. Value head ``h`` reads key head
-    ``h // (value_heads // key_heads)``. ``corrects``: a token's delta depends on those of earlier ones, as in
-    :class:`.delta_net.DeltaChunk`.
+    ``h // (value_heads // key_heads)``. ``end`` has the position of the states of each key head's value heads.
+    ``corrects``: a token's delta depends on those of earlier ones, as in :class:`.delta_net.DeltaChunk`.
     """
     solves = StateArray("solves", (value_heads, CHUNK), ring=CHUNK, is_sharded=True)
     return (
@@ -51,7 +51,7 @@ def state_arrays(
         StateArray("decays", (value_heads, key_dim) if per_channel else (value_heads,), ring=CHUNK, is_sharded=True),
         *([solves] if corrects else []),
         StateArray("inputs", (channels,), dtype=None, ring=taps, is_sharded=True),
-        StateArray("end", (), "int32"),
+        StateArray("end", (key_heads,), "int32", is_sharded=True),
     )
 
 
@@ -132,7 +132,7 @@ def outputs(kind: type[Chunk], tokens: Any, cache: StateCache, slot: int, start:
     date as :class:`bminf_lite.layers.cache.State` says; a draft leaves its row alone.
     """
     rings = [cache[name][slot] for name in kind.KEPT]
-    size, end = len(rings[0]), int(cache["end"][slot]) if start else 0
+    size, end = len(rings[0]), int(cache["end"][slot, 0]) if start else 0
     assert end % CHUNK == 0 and end <= start <= end + size
     state = cache["state"][slot].copy() if start else np.zeros(cache["state"].shape[1:], np.float32)
     found = np.empty((len(tokens), *rings[1].shape[1:]), np.float32)

@@ -1,4 +1,8 @@
-"""The feed-forward product behind attention computes beside it if it reads the stream that attention's input was of."""
+"""Products that compute beside their predecessor, as what they read is complete.
+
+They are the feed-forward product behind attention, if it reads the stream that attention's input was of, and a float
+product behind another one of the same norm.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +99,24 @@ def test_not_if_the_stream_changed_or_another_product_lies_between(layer: Layer)
     assert not layer.is_early()
 
 
+@pytest.mark.gpu
+def test_beside_a_product_of_the_same_norm(layer: Layer) -> None:
+    """The second of two products of a norm starts when the row is complete, if the first one was told of it."""
+    backend, results = layer.backend, []
+    matrix = backend.weight([np.random.default_rng(1).standard_normal((96, WIDTH)).astype(np.float32)])
+    for shared in (False, True):
+        for _ in range(3):
+            residual = layer.hidden(layer.embed())
+            residual = layer.add(layer.embed(), residual, "down")
+            x = backend.norm(residual, layer.norms[0])
+            y = backend.linear(backend.shared(x) if shared else x, layer.weights["qkv"])
+            assert layer.launched[-1].endswith(f"{str(shared).lower()}>")
+            found = [backend.host(y), backend.host(backend.float_linear(x, matrix))]
+            results.append(np.concatenate(found, axis=1))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
 def test_context() -> None:
     step, first, second = StepContext(), np.empty(1), np.empty(1)
     assert not step.reads(None)
@@ -109,6 +131,10 @@ def test_context() -> None:
     assert not step.reads(first)
     step.attends(starts_next=True)
     assert not step.reads(first)
+    step.starts_late()
+    assert not step.reads(second)
+    step.starts_late()
+    assert step.reads(second)
 
 
 @pytest.mark.gpu

@@ -12,11 +12,12 @@ from bminf_lite.backend.cache_values import StateCache
 from bminf_lite.backend.chunked_state import CHUNK, Chunk
 from bminf_lite.backend.delta_net import ChannelChunk, DeltaChunk, TokenInputs
 from bminf_lite.backend.functions import normalise, silu
+from bminf_lite.backend.operations.recurrences import convolved as convolution_of
 from bminf_lite.backend.routing import sigmoid
-from bminf_lite.backend.values import DeltaNetSpec, GatedNorm, Mamba2Spec, Norm
+from bminf_lite.backend.values import DeltaNetSpec, ForwardBatch, GatedNorm, Mamba2Spec, Norm, ShortConvolution
 from bminf_lite.cuda.kernels.constants import DELTA_NET_MAX_KEY_DIM as MAX_KEY_DIM
-from bminf_lite.cuda.kernels.constants import PLACES_OF_32
-from bminf_lite.cuda.kernels.recurrent.chunks import FACTORS_BYTES, HEADS_AT_ONCE, columns, rows_bytes
+from bminf_lite.cuda.kernels.constants import PLACES_OF_32, TOKEN_TAPS
+from bminf_lite.cuda.kernels.recurrent.chunks import FACTORS_BYTES, HEADS_AT_ONCE, TOKEN_COLUMNS, columns, rows_bytes
 
 from .launching import Call, model
 
@@ -43,7 +44,7 @@ def slot_arrays(call: Call, slots: int, sizes: tuple[int, int, int, int]) -> dic
         "keys": ("keys", F32, (call.ring_rows, key_heads, keys)),
         "deltas": ("deltas", F32, (call.ring_rows, heads, values)),
         "decays": ("decays", F32, (call.ring_rows, heads, keys) if has_channels(call) else (call.ring_rows, heads)),
-        "end": ("ends", np.int32, ()),
+        "end": ("ends", np.int32, (key_heads,)),
     }
     if corrects(call):
         shapes["solves"] = ("solves", F32, (call.ring_rows, heads, CHUNK))
@@ -80,14 +81,16 @@ def sums_of(call: Call) -> int:
     return decays_of(call) + int(call.value_heads) * CHUNK * corrects(call)
 
 
-def inputs_of(call: Call, tokens: int) -> tuple[TokenInputs, DeltaNetSpec]:
-    """What the recurrence reads of the tokens, and the sizes of the layer."""
+def inputs_of(call: Call, tokens: int, convolved: np.ndarray | None = None) -> tuple[TokenInputs, DeltaNetSpec]:
+    """What the recurrence reads of the tokens, and the sizes of the layer; ``convolved``: where one kernel does all."""
     sizes = sizes_of(call)
     none: Any = None
     width = decays_of(call)
     of_heads, bias = call.vector("decay_rates", call.value_heads, F32), call.vector("decay_bias", width, F32)
     spec = DeltaNetSpec(*sizes, none, of_heads, bias, none, call.max_rate, has_channels(call))
-    mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
+    mixed = convolved
+    if mixed is None:
+        mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
     rates = call.rows("token_rates", tokens, call.token_rates_pitch, call.value_heads, F32, 4)
     decays = call.rows("token_decays", tokens, call.token_decays_pitch, width, F32, 4)
     return delta_net.token_inputs(mixed, rates, decays, spec), spec
@@ -169,6 +172,39 @@ def delta_output(call: Call) -> None:
     out[tokens:] = 0
     inputs, _ = inputs_of(call, tokens)
     store_keys(call, inputs.keys)
+
+
+@model
+def delta_token(call: Call) -> None:
+    (blocks, key_heads, rows), cu_seqlens, sizes = call.launch.grid, sequences_of(call)[0], sizes_of(call)
+    tokens, (_, heads, _, dim) = int(cu_seqlens[-1]), sizes
+    call.require(max(np.diff(cu_seqlens), default=0) <= 1 and not call.has_drafts, "a token of each sequence")
+    call.require(key_heads == call.key_heads and blocks == call.launch.cluster, "blocks are missing")
+    parts_fit = call.parts * TOKEN_COLUMNS >= dim and blocks == heads // key_heads * call.parts
+    call.require(parts_fit and call.num_taps <= TOKEN_TAPS, "blocks are missing")
+    slots = sequences_of(call)[2]
+    of_slots, shape = int(slots.max(initial=0)) + 1, (call.input_rows, call.channels)
+    flat = call.rows("inputs", of_slots, call.inputs_pitch, int(np.prod(shape)), F16, 2)
+    ring = np.lib.stride_tricks.as_strided(flat, (of_slots, *shape), (flat.strides[0], 2 * call.channels, 2))
+    convolution = ShortConvolution(
+        call.vector("taps", call.num_taps * call.channels, F32).reshape(call.num_taps, -1),
+        call.vector("bias", call.channels, F32) if call.bias else None,
+    )
+    batch = ForwardBatch(np.zeros(tokens), *sequences_of(call)[:2], (slots[:, None],), call.count, 0, 0)
+    own = call.rows("rows", tokens, call.rows_pitch, call.channels, F16, 2)
+    inputs, _ = inputs_of(call, tokens, silu(convolution_of(own, convolution, ring, slots, batch)))
+    cache, x = StateCache(slot_arrays(call, of_slots, sizes)), np.empty((tokens, heads, dim), F32)
+    for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        if first < end:
+            start = int(call.vector("context_lens", call.count, np.int32)[b])
+            x[first] = chunked_state.outputs(
+                DeltaChunk, inputs.of(slice(first, end)), cache, int(slots[b]), start, False
+            )
+    gate = call.rows("gate", rows, call.gate_pitch, heads * dim, F16, 2).astype(F32)
+    out = call.rows("out", rows, call.out_pitch, heads * dim, F16, 2)
+    norm = Norm(call.vector("norm_weight", dim, F32), call.eps)
+    out[:tokens] = normalise(x, norm).reshape(tokens, heads * dim) * silu(gate[:tokens])
+    out[tokens:] = 0
 
 
 def store_keys(call: Call, keys: np.ndarray) -> None:

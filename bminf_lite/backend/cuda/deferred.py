@@ -212,7 +212,8 @@ class DeferredNorm:
 
     A norm is ``used`` once a kernel has computed it while reading. If the residual stream changes after that, it is
     ``stale`` and must not be read again. If several products read one norm, as all layers of a decoder read the
-    encoder's output, its ``codes``, and the block of their rotation, are kept from the second on.
+    encoder's output, its ``codes``, and the block of their rotation, are kept from the second on. ``is_shared``: the
+    next two products read it, see :meth:`.ProductOperations.shared`.
     """
 
     residual: ResidualStream
@@ -221,6 +222,7 @@ class DeferredNorm:
     used: bool = False
     stale: bool = False
     codes: tuple[QuantizedActivations, int] | None = None
+    is_shared: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

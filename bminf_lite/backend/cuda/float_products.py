@@ -20,18 +20,18 @@ class FloatProducts:
         return product.weight.plan is None
 
     def run(self, product: Product) -> Array:
-        results, x, norm = self.results, product.x, None
+        results, x, norm, early = self.results, product.x, None, False
         materializer, kernels = results.materializer, results.kernels
         if self._normalises(product):
             assert isinstance(x, DeferredNorm) and not x.stale, STALE
             out, stream = results.place(product, reads_input=True), x.residual
             x.used, norm, values = True, x.norm, results.arrays.padded(materializer.materialize(stream))
-            kernels.step.reads(stream)
+            early = kernels.step.reads(stream)
         else:
             values = materializer.to_half(x, product.weight.rotation)
             out = results.place(product, reads_input=isinstance(x, cp.ndarray))
         kernels.float_products.launch(
-            kernels.step, values, norm, product.weight, out, product.epilogue, product.function
+            kernels.step, values, norm, product.weight, out, product.epilogue, product.function, early
         )
         return results.placed(product, out)
 

@@ -122,10 +122,10 @@ class GemvProducts:
     def run(self, product: Product) -> Array:
         results, weight, x = self.results, product.weight, product.x
         out, kernels = results.place(product, reads_input=True), results.kernels
-        norm, addend, early = None, None, False
+        norm, addend, early, is_shared = None, None, False, False
         if isinstance(x, DeferredNorm):
             assert not x.stale, STALE
-            x.used, norm, x = True, x.norm, x.residual
+            x.used, norm, is_shared, x = True, x.norm, x.is_shared, x.residual
         if isinstance(x, ResidualStream):
             stream, x = x, x.values
             addend = self._addend(stream, norm, weight)
@@ -141,6 +141,7 @@ class GemvProducts:
             weight.rotation,
             addend,
             early,
+            is_shared and addend is None,
         )
         return results.placed(product, out)
 

@@ -84,6 +84,10 @@ class ProductOperations(StepOperations):
         """
         return self.product(x, weight, ProductEpilogue.STORE_FP32 if fp32 else ProductEpilogue.STORE, target=out)
 
+    def shared(self, x: Array) -> Array:
+        """``x``, which the next two products read: a device may compute the second one beside the first."""
+        return x
+
     @silently
     def float_linear(self, x: Array, matrix: Any) -> Array:
         """``linear`` in fp32 of a float weight with few outputs, in an order of sums that no other row changes.

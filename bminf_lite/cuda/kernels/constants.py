@@ -283,6 +283,8 @@ PREPARED_TOKENS = 128
 """New tokens of a text from which on another kernel prepares its chunks."""
 PLACES_OF_32 = 3
 """Places for prepared chunks for each 32 tokens of a step; a text of ``PREPARED_TOKENS`` needs no more."""
+TOKEN_TAPS = 4
+"""The most taps of a convolution that the kernel of one token of each sequence computes."""
 DELTA_NET_OUTPUT_THREADS = 256
 DELTA_NET_MAX_KEY_DIM = 128
 MAMBA2_OUTPUT_THREADS = 256
@@ -375,7 +377,11 @@ HEADERS = {
         THREADS=SHORT_CONVOLUTION_THREADS, TOKENS_AT_ONCE=SHORT_CONVOLUTION_TOKENS
     ),
     "constants/recurrent.cuh": render_header(
-        THREADS=RECURRENT_THREADS, CHUNK=STATE_CHUNK, PREPARED_TOKENS=PREPARED_TOKENS, PLACES_OF_32=PLACES_OF_32
+        THREADS=RECURRENT_THREADS,
+        CHUNK=STATE_CHUNK,
+        PREPARED_TOKENS=PREPARED_TOKENS,
+        PLACES_OF_32=PLACES_OF_32,
+        TOKEN_TAPS=TOKEN_TAPS,
     ),
     "constants/delta_net.cuh": render_header(
         OUTPUT_THREADS=DELTA_NET_OUTPUT_THREADS, MAX_KEY_DIM=DELTA_NET_MAX_KEY_DIM

@@ -50,11 +50,15 @@ class StepContext:
 
         Returns whether the stream is complete before that kernel can start, so that the kernel need not wait for its
         predecessor before it reads. This is so for a product behind attention that reads the same stream as the
-        product before attention, as in a layer with a parallel residual.
+        product before attention, as in a layer with a parallel residual, and behind a product that :meth:`starts_late`.
         """
         is_complete = stream is not None and self._complete is not None and stream is self._complete()
         self._last_read, self._complete = None if stream is None else weakref.ref(stream), None
         return is_complete
+
+    def starts_late(self) -> None:
+        """Note that the last product lets its successor start after it has waited itself: what it reads is complete."""
+        self._complete = self._last_read
 
     def attends(self, starts_next: bool = False) -> None:
         """Note that the next kernel is attention, which lets its successor start after it has waited itself.

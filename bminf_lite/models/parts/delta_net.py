@@ -160,8 +160,9 @@ class DeltaNet:
     def hidden(self, x: Array, cache: AnyCache, batch: ForwardBatch, only_last: bool) -> Array:
         """The heads' gated outputs ``[T, value_features]``, which ``out`` reads: with ``only_last`` of last tokens."""
         assert isinstance(cache, StateCache)
+        qkvz = self.qkvz(self.ops.shared(x))
         gates = self.ops.float_linear(x, self.gates)
-        mixed = self.ops.gated_delta_net(self.qkvz(x), gates, self.spec, cache, batch)
+        mixed = self.ops.gated_delta_net(qkvz, gates, self.spec, cache, batch)
         return self.ops.last_tokens(mixed, batch) if only_last else mixed
 
     def fp32(self, hidden: Array) -> Array:

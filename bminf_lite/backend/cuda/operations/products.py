@@ -19,7 +19,7 @@ from ....cuda.runtime.cublaslt import Order
 from ...operations.products import ProductOperations
 from ...values import Array, ProductEpilogue
 from ..adapter_bank import SavedBank
-from ..deferred import QuantizedActivations, ResidualStream, Weight
+from ..deferred import DeferredNorm, QuantizedActivations, ResidualStream, Weight
 from ..device import CudaDevice
 from ..divided_rows import DividedRows
 from ..float_products import FloatProducts
@@ -85,6 +85,11 @@ class CudaProductOperations(CudaDevice, ProductOperations):
             assert target.shape == (x.shape[0], weight.out_features)
             kind = Epilogue.TO_FLOAT if target.dtype == np.float32 else Epilogue.TO_HALF
         return self.products.run(Product(x, weight, kind, activation, target))
+
+    def shared(self, x: Array) -> Array:
+        if isinstance(x, DeferredNorm):
+            x.is_shared = True
+        return x
 
     def float_linear(self, x: Array, matrix: Any) -> Array:
         """The same: all float products here have one order of sums."""

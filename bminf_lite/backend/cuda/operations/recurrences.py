@@ -77,11 +77,16 @@ class CudaRecurrenceOperations(CudaDevice, RecurrenceOperations):
                 "load the model with device='cpu'"
             )
         tokens, values, table = len(rows), spec.value_features, batch.block_tables[cache.group]
+        heads, out = delta_net_heads(spec), self.arrays.rows(tokens, values, np.float16)
+        if self.kernels.delta_net.is_one_token(heads, spec.convolution, batch):
+            self.kernels.delta_net.launch_token_of(
+                self.kernels.step, rows, rates, decays, gate, spec, cache, table, batch, out
+            )
+            return out
         mixed, found = (self.arrays.rows(tokens, width, np.float32) for width in (spec.channels, values))
         self.kernels.short_convolution.launch(
             self.kernels.step, rows, spec.convolution, cache["inputs"], table, batch, mixed
         )
-        heads, out = delta_net_heads(spec), self.arrays.rows(tokens, values, np.float16)
         sums = self.arrays.empty((tokens, heads.sums), np.float32)
         memory = self._prepared(self.kernels.delta_net.prepared(heads, cache["keys"].shape[1], batch))
         self.kernels.delta_net.launch(

@@ -164,18 +164,20 @@ class FloatProductKernels:
         out: cp.ndarray,
         epilogue: int,
         activation: int = 0,
+        early: bool = False,
     ) -> None:
         """``out = epilogue(x @ weight.T + bias)``; ``activation`` for a gated or activated epilogue.
 
         ``x`` is fp16 ``[rows, in_features]`` in padded rows, or fp32 with a ``norm`` that the kernel computes
         (:meth:`normalises`). ``out`` has padded rows: fp16 or fp32 ``[rows, out_features]``, to which ``ADD`` adds, or
-        fp16 ``[rows, out_features / 2]`` if gated.
+        fp16 ``[rows, out_features / 2]`` if gated. ``early``: what is normalised is complete before the kernel can
+        start (:meth:`.StepContext.reads`).
         """
         if not (self.is_hopper and has_scales_for_tma(weight, epilogue == Epilogue.GATED)):
             assert norm is None
             self.sync.launch(step, x, weight, out, epilogue, activation)
         elif x.shape[0] <= self.skinny.max_rows:
-            self.skinny.launch(step, x, norm, weight, out, epilogue, activation)
+            self.skinny.launch(step, x, norm, weight, out, epilogue, activation, early)
         else:
             self.many.launch(step, x, weight, out, epilogue, activation)
 

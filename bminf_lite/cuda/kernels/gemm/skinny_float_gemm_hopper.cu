@@ -130,15 +130,16 @@ constexpr int max_threads(bool sync, int input) {
 // of x: 1 (SYNC), 8, 16, 32 or 64 (not SYNC). INPUT: HALF, or the norm of one row x of up to 8 * VECTORS * NORM_THREADS
 // elements. F: the function of GATED and ACTIVATED. `channels`: rows of the weight in a tile, a multiple of 16, up to
 // 64, with SYNC up to 128; tensor maps: see the launcher. `tiles` tiles and `steps` stages cover the weight. `stages`
-// >= `window`: those in flight at the same time. in_copy, by_column: see load_activations. Threads: a warp for 16
-// channels, of wgmma always four, of a norm always MMA_WARPS; and two warps that load. Dynamic shared memory:
+// >= `window`: those in flight at the same time. in_copy, by_column: see load_activations. early: the x of a norm was
+// complete before this kernel could start, so it waits for its predecessor only before it writes. Threads: a warp for
+// 16 channels, of wgmma always four, of a norm always MMA_WARPS; and two warps that load. Dynamic shared memory:
 // SharedMemory, and ROWS rows; fp16 weights with fewer than 64 channels: and the other channels' rows.
 template <class W, int GROUP, class S, bool SYNC, int ROWS, int INPUT, int VECTORS, int EPILOGUE, int F>
 __global__ void __launch_bounds__(max_threads(SYNC, INPUT), blocks_per_sm(ROWS)) skinny_float_gemm_hopper(
     const float* x, const float* norm_weight, const float* norm_bias, float eps, const float* w_scale,
     const float* bias, void* out, long long out_pitch, int rows, int n, int k, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap scale_map, int channels, int tiles,
-    int steps, int stages, int window, bool resident, int in_copy, bool by_column) {
+    int steps, int stages, int window, bool resident, int in_copy, bool by_column, bool early) {
     constexpr bool IS_GATED = EPILOGUE == GATED;
     extern __shared__ __align__(1024) char memory[];
     const int first_loader = blockDim.x - 2 * WARP, warps = SYNC ? channels / STEP : WARPGROUP / WARP;
@@ -163,13 +164,13 @@ __global__ void __launch_bounds__(max_threads(SYNC, INPUT), blocks_per_sm(ROWS))
         }
         return;
     }
-    wait_on_dependent_grids();
+    if (INPUT == HALF || !early) wait_on_dependent_grids();
     if constexpr (INPUT != HALF)
         normalise_input<INPUT == LAYER_NORM, VECTORS, SYNC>(x, norm_weight, norm_bias, eps, k, blocks, shared.x);
     if (threadIdx.x >= warps * WARP) return;
     if (INPUT == HALF && resident) mbarrier_wait(shared.resident_full(), 0);
     const int groups = GROUP ? (k + GROUP - 1) / (GROUP ? GROUP : 1) : 0;
-    const Outputs outputs = {w_scale, bias, out, out_pitch, rows, IS_GATED ? n / 2 : n, groups};
+    const Outputs outputs = {w_scale, bias, out, out_pitch, rows, IS_GATED ? n / 2 : n, groups, INPUT != HALF && early};
     if constexpr (SYNC)
         mma_warp<W, ROWS, GROUP, S, EPILOGUE, F>(shared, work, outputs);
     else

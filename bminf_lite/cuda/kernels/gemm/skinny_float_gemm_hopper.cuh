@@ -92,6 +92,7 @@ struct Outputs {
     void* out;
     long long pitch;
     int rows, count, groups;
+    bool waits;  // for the kernel's predecessor, before they are written
 };
 
 // What a thread writes of a tile. A warp has 16 rows of it: 16 channels, or with GATED 8 of the gate and 8 of up. The
@@ -119,6 +120,7 @@ struct TileOutputs {
     template <int TILES>
     __device__ __forceinline__ void write(const float (&sums)[TILES][4]) const {
         const bool is_biased = outputs.bias != nullptr;
+        if (outputs.waits) wait_on_dependent_grids();
 #pragma unroll
         for (int n = 0; n < TILES; ++n)
 #pragma unroll

@@ -69,6 +69,10 @@ class _Plan:
     is_swizzled: bool
     numbers: tuple[int, ...]
 
+    @property
+    def tiles(self) -> int:
+        return self.numbers[1]
+
     def activations_map(self, x: cp.ndarray) -> bytes:
         """Boxes of blocks of 64 columns of all rows, see ``load_activations`` in the kernel."""
         (rows, k), pitch = x.shape, pitch_of(x)
@@ -107,15 +111,19 @@ class SkinnyFloatGemmHopper:
         out: cp.ndarray,
         epilogue: int,
         activation: int = 0,
+        early: bool = False,
     ) -> None:
         """``out = epilogue(x @ weight.T + bias)``; ``activation`` for a gated or activated epilogue.
 
         ``x`` is fp16 ``[rows, in_features]`` in padded rows, or with a ``norm`` one fp32 row. ``out`` has padded rows:
         fp16 or fp32 ``[rows, out_features]``, to which ``ADD`` adds, or fp16 ``[rows, out_features / 2]`` if gated.
+        ``early``: ``x`` is complete before the kernel can start. With a norm the kernel then computes beside its
+        predecessor, with a block for each tile and no more.
         """
         gated, shape = epilogue == Epilogue.GATED, (weight.out_features, weight.in_features)
         rows, kind, source = x.shape[0], kind_of(weight), int(input_of(norm))
         plan = self._plan(rows, *shape, kind, source, int(epilogue), int(activation))
+        early = early and norm is not None and epilogue != Epilogue.ADD
         groups = columns_of_stage(kind) // kind.group_size if kind.group_size else 0
         args = (
             x.data.ptr,
@@ -130,11 +138,13 @@ class SkinnyFloatGemmHopper:
             weight_map(weight, ROW_BYTES // kind.itemsize, plan.channels, gated),
             scale_map(weight, plan.channels // (1 + gated), groups),
             *plan.numbers,
+            early,
         )
         # Behind a kernel with another number of blocks, two of these blocks could land on one SM; see Gemv.launch.
         shared = plan.shared if step.one_block_per_sm else max(plan.shared, self._launcher.half_shared)
+        blocks = min(self._launcher.num_sms, plan.tiles) if early else self._launcher.num_sms
         plan.kernel(
-            self._launcher.num_sms,
+            blocks,
             32 * plan.warps,
             args,
             shared,
@@ -143,7 +153,7 @@ class SkinnyFloatGemmHopper:
             None,
             weight.nbytes + nbytes_of(x, out),
         )
-        step.one_block_per_sm = True
+        step.one_block_per_sm = blocks == self._launcher.num_sms
 
     def _find_plan(
         self, rows: int, n: int, k: int, kind: WeightKind, source: int, epilogue: int, activation: int

@@ -262,8 +262,9 @@ __device__ __forceinline__ void multiply_units(
 
 // INPUT: what is quantized, x, a norm of it, rotations of both in blocks of `rotation` elements (see rotate_row), or a
 // sum with the norm of `addend`, which is written to `sum`. inverse_k: 1 / k. ROW_THREADS, VECTORS: see InputRow. F:
-// the function of GATED and ACTIVATED. U: chunks of a unit. EARLY: x was complete before this kernel could start, so
-// the kernel waits for its predecessor only before it writes. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
+// the function of GATED and ACTIVATED. U: chunks of a unit. EARLY, of GATED and ACTIVATED: x was complete before this
+// kernel could start, so the kernel waits for its predecessor only before it writes; of TO_HALF: the kernel lets its
+// successor, which reads x too, start when x is complete. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
 // PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
 // block has.
 template <int INPUT, int ROW_THREADS, int VECTORS, int EPILOGUE, int F, int U, bool EARLY>
@@ -272,8 +273,9 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     float rotation_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
     const float* __restrict__ bias, void* out, int n, int k, int pitch, const float* addend, const float* addend_weight,
     float addend_eps, float* sum) {
+    constexpr bool STARTS_LATE = EARLY && EPILOGUE == TO_HALF, READS_EARLY = EARLY && !STARTS_LATE;
     extern __shared__ __align__(128) char shared[];
-    launch_dependent_grids();
+    if constexpr (!STARTS_LATE) launch_dependent_grids();
     const BlockRange<EPILOGUE, 1> block(n);
     using Stream = WeightStream<U, EPILOGUE>;
     __shared__ __align__(8) unsigned long long barriers[WARPS * Stream::STAGES];
@@ -301,7 +303,8 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     if (threadIdx.x < block.count) operands = prefetch_epilogue(block, threadIdx.x, w_scale, bias);
     const auto norm = input_norm<Row>({norm_weight, norm_bias, eps, k, pitch}, inverse_k);
     const RowAddresses<Row> row(x, pitch);
-    if constexpr (!EARLY) wait_on_dependent_grids();
+    if constexpr (!READS_EARLY) wait_on_dependent_grids();
+    if constexpr (STARTS_LATE) launch_dependent_grids();
     if (EPILOGUE == ADD && threadIdx.x < block.count)
         operands.residual = ld_global(static_cast<const float*>(out) + block.first + threadIdx.x);
     float top = 0;
@@ -313,7 +316,7 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     multiply_units(stream, first, codes, sums);
     __shared__ float x_scale;
     if (threadIdx.x == ROW_THREADS - 1) x_scale = row_scale(top).scale;  // few warps have fewer units than this one's
-    if constexpr (EARLY) wait_on_dependent_grids();
+    if constexpr (READS_EARLY) wait_on_dependent_grids();
     __syncthreads();
     epilogue<EPILOGUE, F>(sums, x_scale, block, operands, w_scale, bias, out);
 }

@@ -101,13 +101,15 @@ class Gemv:
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
         epilogue: int, activation: int = 0, rotation: int = 1, addend: RowAddend | None = None, early: bool = False,
+        shares: bool = False,
     ) -> None:  # fmt: skip
         """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
 
         ``x`` is fp32 if it is normalised by ``norm`` or has an ``addend``, which is added first; else fp16 or fp32.
         A norm, or fp16 values, may be transformed in blocks of ``rotation`` elements.
         ``early``: ``x`` is complete before the kernel can start (:meth:`StepContext.reads`). With a norm and an
-        activation the kernel then computes beside its predecessor.
+        activation the kernel then computes beside its predecessor. ``shares``: the next product reads the same norm.
+        Of a stored product it may then start when the row that is normalised is complete.
 
         There is one block per SM. Behind a kernel with another number of blocks, two of these blocks could land on one
         SM and leave another idle. In that case a block requests more than half of an SM's shared memory, so that two do
@@ -122,8 +124,10 @@ class Gemv:
         else:
             kind = input_of(norm)
         kind = ROTATED_KINDS[kind] if rotation > 1 else kind
-        early = early and launcher.has_clusters and kind in EARLY_INPUTS and epilogue in ACTIVATED_EPILOGUES
-        kernel, grid, shared = self._plan(kind, n, pitch, epilogue, activation, early)
+        can_be_early = launcher.has_clusters and kind in EARLY_INPUTS
+        early = early and can_be_early and epilogue in ACTIVATED_EPILOGUES
+        starts_late = shares and can_be_early and epilogue == Epilogue.TO_HALF
+        kernel, grid, shared = self._plan(kind, n, pitch, epilogue, activation, early or starts_late)
         norm_weight, norm_bias, eps = norm_arguments(norm)
         if not step.one_block_per_sm and launcher.has_clusters:
             shared = max(shared, launcher.half_shared)
@@ -135,6 +139,8 @@ class Gemv:
         bytes_moved = weight.nbytes + nbytes_of(x, out, *((addend.x, addend.out) if addend is not None else ()))
         kernel(grid, GEMV_THREADS, args, shared, launcher.stream, True, None, bytes_moved)
         step.one_block_per_sm = True
+        if starts_late:
+            step.starts_late()
 
     def launch_tensor(
         self, stream: int, source: GemvInput, x: int, weight: int, scale: int, bias: int, out: int, n: int, k: int
@@ -228,7 +234,8 @@ def _possible(
     source: int, vectors: int, epilogue: int, activation: int, unit: int = 1, early: str = BOOLEANS[0]
 ) -> bool:
     has_activation = epilogue in ACTIVATED_EPILOGUES
-    if early == BOOLEANS[1] and not (has_activation and source in EARLY_INPUTS):
+    can_be_early = (has_activation or epilogue == Epilogue.TO_HALF) and source in EARLY_INPUTS
+    if early == BOOLEANS[1] and not can_be_early:
         return False
     sums = dict.fromkeys((SUM, RMS_NORM_OF_SUM, ROTATED_NORMS[2]), MAX_FUSED_SUM_WIDTH)
     widest = {HALF: MAX_WIDTH, ROTATED: MAX_WIDTH, **sums}

@@ -39,7 +39,7 @@ constexpr int PITCH = CHUNK + 4;  // of rows with a number for each token of a c
 // ring_rows tokens: keys [key_heads, key_dim]; deltas [value_heads, value_dim], or of a rule that corrects the
 // differences from which `solves` make deltas; decays [value_heads], or with CHANNELS [value_heads, key_dim], sums of
 // log-decays from their chunk's start on; and of a rule that corrects solves [value_heads, CHUNK]. All are fp32. ends:
-// the position of each state, int32.
+// [key_heads], the position of the states of a key head's value heads, int32.
 // cu_seqlens to count: see Sequences. padding: not used.
 struct Recurrence {
     float* states;
@@ -90,7 +90,7 @@ struct Text {
     long long slot;
 
     Text() = default;
-    __device__ __forceinline__ Text(const Recurrence& net, int sequence) {
+    __device__ __forceinline__ Text(const Recurrence& net, int sequence, int key_head) {
         const Sequences step = net.sequences();
         first_token = step.cu_seqlens[sequence];
         const int own_tokens = step.cu_seqlens[sequence + 1] - first_token;
@@ -99,7 +99,7 @@ struct Text {
         own_stop = start + own_tokens;
         const int end = step.end_of_text(sequence, net.has_drafts);
         stop = end == sequence + 1 ? own_stop : start + step.cu_seqlens[end] - first_token;
-        loaded = start ? net.ends[slot * net.ends_pitch] : 0;
+        loaded = start ? net.ends[slot * net.ends_pitch + key_head] : 0;
     }
     __device__ __forceinline__ bool is_prepared() const { return stop - start >= PREPARED_TOKENS; }
     // The first of the places where chunks of a text are prepared. All texts of at least PREPARED_TOKENS tokens
@@ -590,8 +590,9 @@ __device__ __forceinline__ void prepare(
             behind = middle;
     }
     sequence = step.first_of_text(sequence, net.has_drafts);
-    const Text text(net, sequence);
-    const int chunk = blockIdx.x - Text::first_place(text.first_token), key_head = blockIdx.y;
+    const int key_head = blockIdx.y;
+    const Text text(net, sequence, key_head);
+    const int chunk = blockIdx.x - Text::first_place(text.first_token);
     if (chunk < 0 || text.loaded + chunk * CHUNK >= text.stop || !text.is_prepared()) return;
     const Part part(text, chunk);
     using OwnRows = Rows<N, Rule::CHANNELS>;
@@ -855,8 +856,8 @@ struct Tokens {
 template <int N, bool PREPARED, class Rule>
 __device__ __forceinline__ bool begin(
     const Recurrence& net, Text& text, State<N>& state, Shared<N, PREPARED ? 2 : 1, Rule::CHANNELS>& shared) {
-    const int sequence = blockIdx.x, head = blockIdx.y;
-    text = Text(net, sequence);
+    const int sequence = blockIdx.x, head = blockIdx.y, key_head = head / (net.value_heads / net.key_heads);
+    text = Text(net, sequence, key_head);
     if (text.own_stop == text.start || net.sequences().is_draft(sequence, net.has_drafts)) return false;
     const float* kept =
         net.states + text.slot * net.states_pitch + static_cast<long long>(head) * net.key_dim * net.value_dim;
@@ -872,7 +873,6 @@ __device__ __forceinline__ bool begin(
         if (PREPARED && text.is_prepared()) return true;
         auto& stage = shared.stages[0];
         const Part part(text, 0);
-        const int key_head = head / (net.value_heads / net.key_heads);
         load_known_rows<N, SCAN_THREADS<N, PREPARED>>(stage.rows.keys, net, text, part, key_head);
         if (Rule::CORRECTS) load_known_solves(stage.factors, net, text, part, head);
     }
@@ -1027,9 +1027,9 @@ __device__ __forceinline__ void keep_rows(const Recurrence& net, const Rule& rul
     const Sequences step = net.sequences();
     const int sequence = step.of(token), position = step.position(sequence, token);
     const long long slot = step.slot(sequence);
-    if (token == step.cu_seqlens[sequence + 1] - 1 && !step.is_draft(sequence, net.has_drafts) && threadIdx.x == 0 &&
-        blockIdx.y == 0)
-        net.ends[slot * net.ends_pitch] = position / CHUNK * CHUNK;
+    if (token == step.cu_seqlens[sequence + 1] - 1 && !step.is_draft(sequence, net.has_drafts) && blockIdx.y == 0)
+        for (int i = threadIdx.x; i < net.key_heads; i += blockDim.x)
+            net.ends[slot * net.ends_pitch + i] = position / CHUNK * CHUNK;
     if (token < step.cu_seqlens[step.end_of_text(sequence, net.has_drafts)] - net.ring_rows) return;
     const int place = net.ring_row(position);
     float* keys = net.keys + slot * net.keys_pitch + static_cast<long long>(place) * net.key_heads * net.key_dim;

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....backend.cache_values import StateCache
-from ....backend.values import ForwardBatch
+from ....backend.values import ForwardBatch, ShortConvolution
 from ....errors import UsageError
 from ..arrays import address, ceil_div, nbytes_of, pitch_of
-from ..constants import PLACES_OF_32, PREPARED_TOKENS, RECURRENT_THREADS, STATE_CHUNK
+from ..constants import PLACES_OF_32, PREPARED_TOKENS, RECURRENT_THREADS, STATE_CHUNK, TOKEN_TAPS
 from ..instantiations import BOOLEANS
 from ..launcher import Launcher, StepContext
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 WARPS = RECURRENT_THREADS // 32
 WARP_COLUMNS = 8
-
+TOKEN_COLUMNS = WARPS * WARP_COLUMNS
+"""Columns of a head's state in a block of the kernel of one token."""
+MAX_CLUSTER = 8
+"""Blocks of a cluster that every GPU with clusters has."""
 
 HEADS_AT_ONCE = 4
 """Value heads of a key head that a block prepares."""
@@ -63,6 +66,16 @@ class Heads:
     rows: int
     per_channel: bool = False
     corrects: bool = False
+
+    @property
+    def token_parts(self) -> int:
+        """Blocks of a value head in the kernel of one token."""
+        return ceil_div(self.value_dim, TOKEN_COLUMNS)
+
+    @property
+    def token_cluster(self) -> int:
+        """Blocks of the value heads of a key head there, which are a cluster."""
+        return self.value_heads // self.key_heads * self.token_parts
 
     @property
     def rows_bytes(self) -> int:
@@ -116,6 +129,7 @@ class ChunkKernels(ABC):
     """The kernels before and of a scan over the chunks of a recurrence."""
 
     source: str
+    token_source: str
     prepare: str
     scan: str
     prepares_in_static_memory = True
@@ -132,6 +146,46 @@ class ChunkKernels(ABC):
         fits = heads.shared_bytes(2) <= self._launcher.max_shared and ring_rows <= MAX_PREPARED_RING
         is_long = batch.max_query_len >= PREPARED_TOKENS
         return Prepared(len(batch.tokens) * PLACES_OF_32 // 32 if fits and is_long else 0, heads)
+
+    def is_one_token(self, heads: Heads, convolution: ShortConvolution, batch: ForwardBatch) -> bool:
+        """Whether the kernel of one token of each sequence computes the step, from the convolution to the outputs."""
+        fits = heads.token_cluster <= MAX_CLUSTER and len(convolution.taps) <= TOKEN_TAPS and not heads.per_channel
+        return fits and self._launcher.has_clusters and batch.max_query_len == 1 and not batch.has_drafts
+
+    def launch_token(
+        self,
+        step: StepContext,
+        heads: Heads,
+        expression: str,
+        rows: cp.ndarray,
+        convolution: ShortConvolution,
+        cache: StateCache,
+        slots: cp.ndarray,
+        batch: ForwardBatch,
+        rule: tuple[object, ...],
+        outputs: tuple[object, ...],
+        out: cp.ndarray,
+    ) -> None:
+        """A step of one token of each sequence, see :meth:`is_one_token`.
+
+        ``rows`` fp16 ``[T, channels]`` are what is convolved. ``rule`` and ``outputs`` have the members of the rule's
+        struct and the kernel's own parameters.
+        """
+        ring, waits = cache["inputs"], not step.is_unwritten(cache["state"].data.ptr, writes=True)
+        of_convolution = (
+            rows.data.ptr, pitch_of(rows), convolution.taps.data.ptr, address(convolution.bias), ring.data.ptr,
+            pitch_of(ring), len(convolution.taps), ring.shape[1], convolution.taps.shape[1], 0,
+        )  # fmt: skip
+        self._launcher.launch(
+            step,
+            self.token_source,
+            expression,
+            (heads.token_cluster, heads.key_heads, len(out)),
+            RECURRENT_THREADS,
+            (*self.net(heads, cache, slots, batch), *rule, *of_convolution, *outputs, heads.token_parts, waits),
+            cluster=heads.token_cluster,
+            bytes_moved=nbytes_of(rows, out),
+        )
 
     def net(self, heads: Heads, cache: StateCache, slots: cp.ndarray, batch: ForwardBatch) -> tuple[int, ...]:
         """The members of ``Recurrence``."""

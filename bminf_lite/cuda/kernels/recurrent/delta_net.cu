@@ -4,7 +4,7 @@
 // `delta_output` follows `delta_rule`: the norm and the gate of the outputs, and what other blocks of `delta_rule` read
 // of the slot, which it therefore leaves alone: keys, decays, and the position of the state.
 #include "constants/delta_net.cuh"
-#include "recurrent/chunks.cuh"
+#include "recurrent/delta_net.cuh"
 
 using namespace bminf;
 
@@ -49,72 +49,6 @@ struct Fours {
         for (int i = 0; i < 4; ++i)
             if (first + i < size) row[first + i] = __float2half_rn(x[i]);
     }
-};
-
-// What the step reads of each token, fp32. mixed: [T, mixed_pitch] with queries, keys and values behind the
-// convolution; token_rates: [T, token_rates_pitch] with a rate for each value head, and token_decays: [T,
-// token_decays_pitch] with a decay for each, or for each element of its keys, before their functions; decay_rates:
-// [value_heads]; decay_bias: like a row of decays. Rates are below max_rate.
-struct DeltaNet {
-    const float* mixed;
-    long long mixed_pitch;
-    const float* token_rates;
-    long long token_rates_pitch;
-    const float* token_decays;
-    long long token_decays_pitch;
-    const float* decay_rates;
-    const float* decay_bias;
-    float max_rate;
-    int unused;
-
-    __device__ __forceinline__ float2 rate_and_decay(const Recurrence& net, int token, int head) const {
-        const float rate = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-token_rates[token * token_rates_pitch + head])));
-        const float a = __fadd_rn(token_decays[token * token_decays_pitch + head], decay_bias[head]);
-        return make_float2(__fmul_rn(max_rate, rate), __fmul_rn(decay_rates[head], softplus(a)));
-    }
-
-    // What becomes decays of channels, and the log-decay of an element of a key.
-    __device__ __forceinline__ const float* decay(const Recurrence& net, int token, int head) const {
-        return token_decays + token * token_decays_pitch + head * net.key_dim;
-    }
-    __device__ __forceinline__ float log_decay(float x, const Recurrence& net, int head, int element) const {
-        return __fmul_rn(decay_rates[head], softplus(__fadd_rn(x, decay_bias[head * net.key_dim + element])));
-    }
-
-    // A key, or a query.
-    __device__ __forceinline__ const float* vector(
-        const Recurrence& net, bool is_query, int token, int key_head) const {
-        return mixed + token * mixed_pitch + ((is_query ? 0 : net.key_heads) + key_head) * net.key_dim;
-    }
-
-    // Makes it what the formulas have. Called by a warp.
-    template <int COUNT>
-    __device__ __forceinline__ void scale(const Recurrence& net, bool is_query, float (&x)[COUNT]) const {
-        const float factor = inverse_length(x);
-        const float root = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(net.key_dim)));
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            x[i] = __fmul_rn(x[i], factor);
-            if (is_query) x[i] = __fmul_rn(x[i], root);
-        }
-    }
-
-    // Those of the first token.
-    __device__ __forceinline__ const float* values(const Recurrence& net) const {
-        return mixed + 2 * net.key_heads * net.key_dim;
-    }
-
-    // What `output` needs of a head.
-    __device__ __forceinline__ float of_head(int) const { return 0; }
-    __device__ __forceinline__ float output(float y, float, float) const { return y; }
-};
-
-// With CHANNELS, each element of a key has a decay.
-template <bool CHANNELS_>
-struct Rule : DeltaNet {
-    static constexpr bool CORRECTS = true, CHANNELS = CHANNELS_;
-
-    __device__ __forceinline__ explicit Rule(const DeltaNet& inputs) : DeltaNet(inputs) {}
 };
 
 // See `prepare`.
