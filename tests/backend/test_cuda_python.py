@@ -44,6 +44,7 @@ CASES = {
         "engine/test_adapted_requests.py::test_on_a_gpu_in_any_company",
         "models/test_expert_adapters.py",
         "cuda/test_expert_adapter_kernels.py",
+        "cuda/test_all_reduce_kernels.py",
         "checkpoint/test_adapters_of_experts.py::test_on_a_gpu_in_any_company",
         "backend/test_latent_attention.py::test_segments_are_merged_in_one_order",
         "backend/test_delta_net.py::test_sequences_of_one_step",
@@ -57,6 +58,7 @@ CASES = {
         "memory/test_streaming_gpu.py::test_streamed_and_resident_give_equal_results",
     ),
     "h200*2": (
+        "backend/test_divided_rows.py",
         "backend/test_peers.py::test_a_model_on_two_gpus",
         "backend/test_peers.py::test_every_kind_of_layer_gives_what_ranks_on_the_cpu_give",
         "backend/test_peers.py::test_steps_of_many_prompt_tokens_are_captured_with_the_same_bits",

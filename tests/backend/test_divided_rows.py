@@ -1,4 +1,7 @@
-"""A residual stream of which each GPU has some rows gives the bits of one that every GPU has whole."""
+"""Sums over GPUs that norms take part in give the bits of sums alone.
+
+A residual stream of many rows may be divided: each GPU has some of them. A sum of few rows may wait for its norm.
+"""
 
 from __future__ import annotations
 
@@ -184,3 +187,53 @@ def test_the_step_after_a_failure_is_right(divided: Callable[[bool], None]) -> N
         with pytest.raises(MemoryError, match="no room"):
             ranks.run(failing)
         assert_same(outputs(ranks, layers), expected)
+
+
+@pytest.mark.parametrize("network", [layers, side_by_side, read_whole])
+@pytest.mark.parametrize(("rows", "width"), [(2, 96), (7, 512), (64, 96), (3, 4160)])
+def test_sums_of_few_rows_are_added_with_their_norm(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, network: Network, rows: int, width: int
+) -> None:
+    from bminf_lite.cuda.kernels.collective import all_reduce
+
+    launched, launch_norm = [], all_reduce.AllReduce.launch_norm
+
+    def counted(*arguments: Any, **named: Any) -> None:
+        launched.append(network)
+        launch_norm(*arguments, **named)
+
+    monkeypatch.setattr(all_reduce.AllReduce, "launch_norm", counted)
+    rotation = 32 if width == 512 else 1
+    found = outputs(ranks, network, width, rows, rotation)
+    assert bool(launched) == (network is not read_whole)
+    launched.clear()
+    monkeypatch.setattr(all_reduce, "NORM_ROWS", 0)
+    assert_same(found, outputs(ranks, network, width, rows, rotation))
+    assert not launched
+
+
+def test_a_sum_that_nothing_reads_in_its_step_is_captured_with_it() -> None:
+    rng = np.random.default_rng(5)
+    starts = [rng.standard_normal((4, WIDTH)).astype(np.float32) for _ in range(5)]
+    with closing(Ranks((0, 1))) as ranks:
+
+        def work(ops: Any, rank: int) -> list[np.ndarray]:
+            weights, source = Weights(ops, rank, WIDTH), ops.array(starts[0])
+
+            def step() -> Any:
+                with ops.step(batch(4)):
+                    hidden = ops.linear(ops.norm(source, weights.norms[0]), weights.into[0])
+                    return ops.linear_add_of_ranks(hidden, weights.out[0], weights.bias, source)
+
+            captured, found = ops.capture(step), []
+            for start in starts:
+                ops.assign(source, start)
+                found.append(np.array(ops.host(captured())))
+            for start in starts:
+                ops.assign(source, start)
+                found.append(np.array(ops.host(step())))
+            return found
+
+        for found in ranks.run(work):
+            for one, other in zip(found[:5], found[5:], strict=True):
+                np.testing.assert_array_equal(one, other)

@@ -11,10 +11,14 @@ import pytest
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from bminf_lite.backend.values import Norm  # noqa: E402
 from bminf_lite.cuda.kernels.arrays import PAD, round_up  # noqa: E402
 from bminf_lite.cuda.kernels.collective.all_reduce import AllReduce, Exchange, ExchangeSizes  # noqa: E402
 from bminf_lite.cuda.kernels.constants import ALL_REDUCE_MAX_BLOCKS as MAX_BLOCKS  # noqa: E402
+from bminf_lite.cuda.kernels.constants import Target  # noqa: E402
 from bminf_lite.cuda.kernels.launcher import Launcher  # noqa: E402
+from bminf_lite.cuda.kernels.rowwise.rows import NO_ROWS, RowKernels  # noqa: E402
+from bminf_lite.cuda.runtime.cublaslt import Order  # noqa: E402
 
 CALL = 6
 SIZES = {
@@ -140,3 +144,45 @@ def test_a_rank_sums_what_has_come_and_sends_its_own(
         )
         sums = sent.sums(np.float16 if added else np.float32)
         np.testing.assert_array_equal(sums[shares[rank]], total.reshape(-1)[shares[rank]].astype(sums.dtype))
+
+
+@pytest.mark.parametrize(
+    ("k", "rotation", "center"), [(96, 1, False), (512, 64, False), (4096, 1, True), (4384, 1, False)]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sum_and_the_codes_of_its_norm(device: Any, k: int, rotation: int, center: bool, rank: int) -> None:
+    """They are those of a sum and of the kernel that normalises rows."""
+    rows, random = 3, np.random.default_rng(k)
+    sizes = ExchangeSizes(2, 1 << 5, 1 << 15, 1 << 14)
+    launcher = Launcher(device, cp.cuda.get_current_stream().ptr)
+    kernels, row_kernels = AllReduce(launcher), RowKernels(launcher)
+    assert kernels.normalises(sizes, rows, k)
+    parts, residual = random.standard_normal((2, rows, k)).astype(np.float32), random.standard_normal((rows, k))
+    bias, weight, shift = (cp.asarray(random.uniform(0.5, 2, k).astype(np.float32)) for _ in range(3))
+    expected = residual.astype(np.float32) + (parts[0] + parts[1] + cp.asnumpy(bias)).astype(np.float16)
+    norm = Norm(weight, 1e-5, shift if center else None, center=center)
+
+    peer, each = 1 - rank, -(-k // 28)
+    host = Memory(sizes, np.zeros(sizes.nbytes, np.uint8))
+    lines, whole = host.lines(peer, 28 * rows * each), np.zeros((rows, 28 * each), np.float32)
+    whole[:, :k] = parts[peer]
+    lines[:, :28], lines[:, 28:] = whole.view(np.uint32).reshape(-1, 28), CALL
+    memories = [cp.asarray(np.zeros(sizes.nbytes, np.uint8)) for _ in range(2)]
+    memories[rank] = cp.asarray(host.bytes)
+    bases = cp.asarray(np.array([memory.data.ptr for memory in memories], np.uint64))
+    calls, failure = cp.asarray(np.array([0, CALL, 0], np.int32)), cp.cuda.alloc_pinned_memory(4)
+    exchange, stream = Exchange(rank, sizes, bases, calls, failure.ptr, 8), pad(residual.astype(np.float32))
+    codes, scales = cp.asarray(np.zeros((rows, k), np.int8)), cp.asarray(np.zeros(rows, np.float32))
+    places = codes.data.ptr, scales.data.ptr, k
+    kernels.launch_norm(None, exchange, pad(parts[rank]), bias, stream, norm, rotation, places, 1, 10**9)
+
+    np.testing.assert_array_equal(cp.asnumpy(stream), expected)
+    assert cp.asnumpy(calls).tolist() == [CALL + 1, CALL, 0]
+    sent = Memory(sizes, cp.asnumpy(memories[peer])).lines(rank, 28 * rows * each)
+    np.testing.assert_array_equal(sent[:, :28].reshape(rows, -1)[:, :k], parts[rank].view(np.uint32))
+    assert (sent[:, 31] == CALL).all()
+    defined, defined_scales = cp.asarray(np.zeros((rows, k), np.int8)), cp.asarray(np.zeros(rows, np.float32))
+    target = (defined.data.ptr, defined_scales.data.ptr, k), int(Target.CODES), int(Order.ROW)
+    row_kernels.transform(None, NO_ROWS, target, rows, k, stream, norm, rotation=rotation)
+    np.testing.assert_array_equal(cp.asnumpy(codes), cp.asnumpy(defined))
+    np.testing.assert_array_equal(cp.asnumpy(scales), cp.asnumpy(defined_scales))

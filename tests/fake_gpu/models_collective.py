@@ -142,6 +142,51 @@ def all_reduce_lines(call: Call) -> None:
 
 
 @model
+def all_reduce_norm(call: Call) -> None:
+    rows, k, ranks, per_row = call.launch.grid[0], call.k, call.ranks, -(-call.k // 28)
+    call.require(k % 32 == 0 and k <= 8 * call.launch.block * call.number("VECTORS"), "the threads do not cover a row")
+    call.require(rows * per_row <= call.capacity, "lines without a place")
+    calls, bases = call.vector("calls", 3, np.uint32), call.vector("bases", ranks, np.uint64, 8)
+    number = int(calls[call.parity])
+    calls[1 - call.parity] = number + 1
+    partial = call.rows("partial", rows, call.pitch, k, F32)
+
+    def lines(rank: int, source: int) -> np.ndarray:
+        address = int(bases[rank]) + call.lines + 128 * (number % 2 * ranks + source) * call.capacity
+        call.machine.check(address, 128 * rows * per_row, f"the lines of rank {rank}")
+        raw = call.machine.memory.raw(address, 128 * rows * per_row)
+        return raw.view(np.uint32).reshape(rows, per_row, 32)
+
+    sent = np.zeros((rows, per_row * 28), F32)
+    sent[:, :k] = partial
+    parts = [partial] * ranks
+    others = [rank for rank in range(ranks) if rank != call.rank]
+    for peer in others:
+        to = lines(peer, call.rank)
+        to[..., :28], to[..., 28:] = sent.view(np.uint32).reshape(rows, per_row, 28), number
+    machine, end = call.machine, time.monotonic() + call.patience / 1e9
+    machine.arrived.notify_all()
+    for peer in others:
+        come = lines(call.rank, peer)
+        while not (has_come := bool((come[..., 31] == number).all())) and not calls[2]:
+            if not machine.arrived.wait(0.02) and time.monotonic() > end and not has_come:
+                calls[2] = 1
+                call.vector("failure", 1, np.int32)[0] = 1 + peer
+        parts[peer] = np.ascontiguousarray(come[..., :28]).view(F32).reshape(rows, -1)[:, :k]
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    if call.bias:
+        total += call.vector("bias", k, F32, 16)
+    residual = call.rows("residual", rows, call.residual_pitch, k, F32)
+    residual += total.astype(F16).astype(F32)
+    values = normalise(residual, norm_of(call, 1 + call.number("CENTER"), k, k))
+    codes, scale = quantize_rows(rotated(values, call.rotation) if call.number("ROTATED") else values)
+    call.rows("codes", rows, call.codes_pitch, k, np.int8, 8)[...] = codes
+    call.vector("scales", rows, F32)[...] = scale
+
+
+@model
 def all_reduce_shares(call: Call) -> None:
     exchange = Exchange(call)
     own, number = np.ascontiguousarray(exchange.partial).reshape(-1), exchange.number

@@ -161,6 +161,30 @@ class NormAddend:
     scale: float = 1.0
 
 
+class AddingRank(Protocol):
+    """A rank that adds sums over all ranks, see :class:`.peers.PeerRank`."""
+
+    def add(self, partial: cp.ndarray, bias: cp.ndarray | None, out: cp.ndarray, add: bool) -> None:
+        """``out`` = the sum of all ranks' ``partial``, plus ``bias``; or with ``add``, that rounded is added."""
+
+    def add_and_quantize(
+        self, pending: RankSum, values: cp.ndarray, norm: Norm, rotation: int, out: QuantizedActivations
+    ) -> None:
+        """Add a sum to ``values``, and write the codes of the rows' norm, rotated in blocks of ``rotation``."""
+
+
+@dataclass(eq=False, slots=True)
+class RankSum:
+    """The sum of all ranks' ``partial``, fp32 ``[T, features]``, and a ``bias``: few rows.
+
+    ``rank`` adds it. It can also write the codes of the rows' norm at once.
+    """
+
+    rank: AddingRank
+    partial: cp.ndarray
+    bias: cp.ndarray | None
+
+
 class RowOwner(Protocol):
     """What has divided a residual stream, see :class:`.divided_rows.DividedRows`."""
 
@@ -186,7 +210,7 @@ class OwnedRows:
 
 @dataclass
 class ResidualStream:
-    """The residual stream fp32 ``[T, features]``, and a product or a norm that is not added to it yet.
+    """The residual stream fp32 ``[T, features]``, and a product, a norm or a sum that is not added to it yet.
 
     A stream may be ``divided`` among ranks. Then nothing else is pending.
 
@@ -196,7 +220,7 @@ class ResidualStream:
     """
 
     values: cp.ndarray
-    pending: DeferredMatmul | NormAddend | None = None
+    pending: DeferredMatmul | NormAddend | RankSum | None = None
     norms: list[weakref.ref[DeferredNorm]] = field(default_factory=list)
     divided: OwnedRows | None = None
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...cuda.kernels.constants import ACTIVATIONS
 from ...cuda.kernels.rowwise.rows import MAX_NORM_WIDTH, NO_ROWS, sum_target
+from ...cuda.runtime.cublaslt import Order
 from ..values import Array, Norm
 from .arrays import Arrays
 from .deferred import (
@@ -21,6 +22,7 @@ from .deferred import (
     DeferredNorm,
     NormAddend,
     QuantizedActivations,
+    RankSum,
     ResidualStream,
     row_source,
     row_target,
@@ -50,9 +52,11 @@ class Materializer:
             assert not x.stale, STALE
             residual = x.residual
             x.used = True
+            if isinstance(residual.pending, RankSum) and self._add_and_quantize(residual, x.norm, out, rotation, half):
+                return
             self._complete(residual)
             if x.shape[1] <= MAX_NORM_WIDTH:
-                assert not isinstance(residual.pending, NormAddend)
+                assert residual.pending is None or isinstance(residual.pending, DeferredMatmul)
                 if half is not None:
                     self.materialize(residual)
                 self.write_rows(residual.pending, out, residual.values, x.norm, rotation, half)
@@ -153,10 +157,26 @@ class Materializer:
             return x.values
         return self.to_half(x)
 
+    @staticmethod
+    def _add_and_quantize(
+        residual: ResidualStream, norm: Norm, out: Array, rotation: int, half: cp.ndarray | None
+    ) -> bool:
+        """Add a sum over ranks and write the codes of a norm by one kernel; False if those are not wanted in rows."""
+        pending = residual.pending
+        is_codes = isinstance(out, QuantizedActivations) and out.layout.order is Order.ROW and half is None
+        if not is_codes or not isinstance(pending, RankSum):
+            return False
+        residual.pending = None
+        pending.rank.add_and_quantize(pending, residual.values, norm, rotation, out)
+        return True
+
     def _complete(self, residual: ResidualStream) -> None:
-        """Get the rows that other ranks have, and add the norm that is pending, if one is."""
+        """Get the rows that other ranks have, and add the sum over ranks or the norm that is pending, if one is."""
         if residual.divided is not None:
             residual.divided.owner.gather(residual)
+        if isinstance(residual.pending, RankSum):
+            pending, residual.pending = residual.pending, None
+            pending.rank.add(pending.partial, pending.bias, residual.values, add=True)
         if not isinstance(residual.pending, NormAddend):
             return
         addend, residual.pending = residual.pending, None

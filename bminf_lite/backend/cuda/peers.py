@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -23,7 +24,9 @@ from ...cuda.runtime.driver import Device, has_native_atomics
 from ...errors import DeviceError
 from ...memory.arena import Arena
 from ..communicator import Communicator, RankFailed
+from ..values import Norm
 from .arrays import Arrays
+from .deferred import QuantizedActivations, RankSum, ResidualStream
 from .divided_rows import DividedRows
 from .fused import FusedGemms
 from .kernels import Kernels
@@ -204,7 +207,7 @@ class PeerGroup:
                     cp.cuda.MemoryPointer(own, 0).memset_async(0, FLAG_BYTES, ops.stream)
                     rank.divided.meeting.count.set(np.array([1], np.int32), ops.stream)
                     rank.divided.reset()
-            rank.parity = 0
+            rank.begin_anew()
         for ops in self.backends:
             with cp.cuda.Device(ops.device.index):
                 ops.stream.synchronize()
@@ -236,6 +239,8 @@ class PeerRank:
         self.exchange = exchange
         self.parity = 0
         self.divided: DividedRows | None = None
+        self._later: list[weakref.ref[ResidualStream]] = []
+        """Streams of this step to which sums are added later."""
         self._ops: PeerDevice | None = ops
 
     @property
@@ -263,6 +268,31 @@ class PeerRank:
             if not is_captured:
                 self.meet()
 
+    def add_later(self, target: ResidualStream, partial: cp.ndarray, bias: cp.ndarray | None) -> ResidualStream:
+        """``target``, complete, plus a sum: of few rows it is added when something reads the stream."""
+        if not AllReduce.normalises(self.exchange.sizes, *partial.shape):
+            self.add(partial, bias, target.values, add=True)
+            return ResidualStream(target.values)
+        found = ResidualStream(target.values, RankSum(self, partial, bias))
+        self._later.append(weakref.ref(found))
+        return found
+
+    def add_and_quantize(
+        self, pending: RankSum, values: cp.ndarray, norm: Norm, rotation: int, out: QuantizedActivations
+    ) -> None:
+        """Add a sum to ``values``, and write the codes of the rows' norm, rotated in blocks of ``rotation``."""
+        ops, is_captured, patience = self.own, self.is_captured, self.patience
+        if not is_captured:
+            self.meet()
+        codes = out.values.ptr, out.scales.ptr, out.layout.ld
+        ops.kernels.all_reduce.launch_norm(
+            ops.kernels.step, self.exchange, pending.partial, pending.bias, values, norm, rotation, codes, self.parity,
+            patience,
+        )  # fmt: skip
+        self.parity = 1 - self.parity
+        if not is_captured:
+            self.meet()
+
     def meet(self) -> None:
         """Wait for the threads of all ranks, around a launch of a kernel that waits for peers, or of a graph.
 
@@ -275,8 +305,19 @@ class PeerRank:
         """Whether ``own`` is true of all ranks."""
         return self.group.agree(self.tp_rank, own)
 
+    def begin_anew(self) -> None:
+        """Forget a step that has failed."""
+        self.parity = 0
+        self._later.clear()
+
     def end_step(self) -> None:
         """After the last sum of a step, which may be replayed: the next one finds its number where this one did."""
+        for reference in self._later:
+            stream = reference()
+            if stream is not None and isinstance(stream.pending, RankSum):
+                pending, stream.pending = stream.pending, None
+                self.add(pending.partial, pending.bias, stream.values, add=True)
+        self._later.clear()
         if self.divided is not None:
             self.divided.end_step()
         if self.parity:

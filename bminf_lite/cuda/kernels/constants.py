@@ -276,6 +276,8 @@ ALL_REDUCE_MAX_BLOCKS = 264
 """Blocks of a sum over GPUs: two on each SM of an H200. All of them must be resident, because they wait for peers."""
 ALL_REDUCE_PAIRS = 2
 """Pairs of values that a thread pushes at a time in sums of few values."""
+ALL_REDUCE_NORM_THREADS = 512
+"""Threads of a row that is added and normalised by one kernel."""
 ALL_REDUCE_POLLS = 64
 """How often a thread polls before it looks at the clock."""
 RECURRENT_THREADS = 256
@@ -364,7 +366,11 @@ def render_header(*enumerations: type[IntEnum], **numbers: int) -> str:
 HEADERS = {
     "constants/activation.cuh": render_header(Activation),
     "constants/all_reduce.cuh": render_header(
-        THREADS=ALL_REDUCE_THREADS, MAX_BLOCKS=ALL_REDUCE_MAX_BLOCKS, PAIRS=ALL_REDUCE_PAIRS, POLLS=ALL_REDUCE_POLLS
+        THREADS=ALL_REDUCE_THREADS,
+        NORM_THREADS=ALL_REDUCE_NORM_THREADS,
+        MAX_BLOCKS=ALL_REDUCE_MAX_BLOCKS,
+        PAIRS=ALL_REDUCE_PAIRS,
+        POLLS=ALL_REDUCE_POLLS,
     ),
     "constants/epilogue.cuh": render_header(Epilogue),
     "constants/order.cuh": render_header(Order),

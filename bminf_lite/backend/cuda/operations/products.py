@@ -118,8 +118,7 @@ class CudaProductOperations(CudaDevice, ProductOperations):
         target = self.materializer.as_residual(residual)
         self.materializer.flush_residual(target)
         self.kernels.step.reads(None)
-        self.communicator.add(values, bias, target.values, add=True)
-        return ResidualStream(target.values)
+        return self.communicator.add_later(target, values, bias)
 
     def linear_add_of_ranks(self, x: Array, weight: Weight, bias: Array, residual: Array) -> Array:
         divided = self._divided_rows(x.shape[0], weight)

@@ -10,6 +10,7 @@
 // memory of the host, and sets calls[2], after which no later call waits. No kernel hangs.
 #include "collective/waiting.cuh"
 #include "common/common.cuh"
+#include "common/rotation.cuh"
 
 using namespace bminf;
 
@@ -242,6 +243,111 @@ __global__ void __launch_bounds__(THREADS) all_reduce_lines(
             *reinterpret_cast<float4*>(out + place_of<4>(i, width, out_pitch)) = ADD ? add4(before[k], rounded4(y)) : y;
         }
     }
+}
+
+// residual += fp16(sum over the ranks of partial, plus the bias), by lines, and then the codes of the rows' norm: int8
+// [rows, codes_pitch] and scales fp32 [rows]. fp32 [rows, k], k a multiple of 32, at most 8 NORM_THREADS VECTORS. Each
+// row has lines of its own. rotation, rotation_scale: those of rotate_row, if ROTATED. A block has a row.
+template <bool CENTER, int VECTORS, bool ROTATED>
+__global__ void __launch_bounds__(NORM_THREADS) all_reduce_norm(
+    const float* partial, long long pitch, const float* bias, float* residual, long long residual_pitch, int k,
+    const unsigned long long* bases, unsigned* calls, int* failure, int rank, int ranks, int parity, long long lines,
+    long long capacity, unsigned long long patience, const float* norm_weight, const float* norm_bias, float eps,
+    int8* codes, float* scales, long long codes_pitch, int rotation, float rotation_scale) {
+    constexpr int PARTS = 8, FLAG = PARTS - 1, AT_ONCE = 5, STRIDE = NORM_THREADS / PARTS;
+    __shared__ RowScratch<NORM_THREADS, VECTORS> scratch;
+    __shared__ float4 sums[2 * NORM_THREADS * VECTORS];
+    launch_dependent_grids();
+    const int row = blockIdx.x, part = threadIdx.x % PARTS, total = k / 4, count = (total + FLAG - 1) / FLAG;
+    const int first = threadIdx.x / PARTS, ahead = first % (WARP / PARTS);
+    partial += row * pitch, residual += row * residual_pitch;
+    wait_on_dependent_grids();
+    const unsigned call = begin_call(calls, parity);
+    const long long slot = static_cast<long long>(call % 2) * ranks * capacity + row * count;
+    const auto line_of = [&](int reader, int source, int line) {
+        return reinterpret_cast<uint4*>(bases[reader] + lines) + (slot + source * capacity + line) * PARTS + part;
+    };
+    const auto has_values = [&](int line) { return part < FLAG && line * FLAG + part < total; };
+    for (int begin = first; begin - ahead < count; begin += AT_ONCE * STRIDE) {
+        uint4 x[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+            const int line = begin + n * STRIDE;
+            x[n] = make_uint4(call, call, call, call);
+            if (has_values(line)) x[n] = reinterpret_cast<const uint4*>(partial)[line * FLAG + part];
+        }
+        for (int peer = 0; peer < ranks; ++peer) {
+            if (peer == rank) continue;
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; ++n)
+                if (const int line = begin + n * STRIDE; line < count) push(line_of(peer, rank, line), x[n]);
+        }
+    }
+    Patience waiting = {calls, failure, patience};
+    for (int begin = first; begin - ahead < count; begin += AT_ONCE * STRIDE) {
+        float4 own[AT_ONCE], before[AT_ONCE], sum[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+            const int line = begin + n * STRIDE, i = line * FLAG + part;
+            if (!has_values(line)) continue;
+            own[n] = reinterpret_cast<const float4*>(partial)[i];
+            before[n] = reinterpret_cast<const float4*>(residual)[i];
+        }
+        for (int source = 0; source < ranks; ++source) {
+            uint4 x[AT_ONCE];
+            bool pending = source != rank;
+            while (pending) {
+                pending = false;
+                __syncwarp();
+#pragma unroll
+                for (int n = 0; n < AT_ONCE; ++n) {
+                    const int line = begin + n * STRIDE;
+                    x[n] = line < count ? pushed(line_of(rank, source, line)) : make_uint4(call, call, call, call);
+                }
+#pragma unroll
+                for (int n = 0; n < AT_ONCE; ++n) pending = pending || (part == FLAG && x[n].w != call);
+                pending = __any_sync(FULL, pending) && __all_sync(FULL, waiting.goes_on(source));
+            }
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; ++n) {
+                const float4 y = source == rank ? own[n]
+                                                : make_float4(
+                                                      __uint_as_float(x[n].x), __uint_as_float(x[n].y),
+                                                      __uint_as_float(x[n].z), __uint_as_float(x[n].w));
+                sum[n] = source == 0 ? y : add4(sum[n], y);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+            const int line = begin + n * STRIDE, i = line * FLAG + part;
+            if (!has_values(line)) continue;
+            float4 y = sum[n];
+            if (bias != nullptr) y = add4(y, reinterpret_cast<const float4*>(bias)[i]);
+            y = add4(before[n], rounded4(y));
+            reinterpret_cast<float4*>(residual)[i] = sums[i] = y;
+        }
+    }
+    __syncthreads();
+    float v[VECTORS][8];
+    int columns[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        columns[i] = (i * NORM_THREADS + static_cast<int>(threadIdx.x)) * 8;
+        load8(reinterpret_cast<const float*>(sums) + (columns[i] < k ? columns[i] : 0), v[i]);
+        zero_tail(v[i], columns[i], k);
+    }
+    const NormParams<WholeVectors<NORM_THREADS>> norm = {norm_weight, norm_bias, eps, k, k};
+    float top = normalise_row<NORM_THREADS, CENTER, !ROTATED>(v, norm, scratch);
+    if constexpr (ROTATED) {
+        rotate_row(v, rotation, rotation_scale);
+        top = row_max<NORM_THREADS>(v, scratch, 1);
+    }
+    const RowScale s = row_scale(top);
+    if (threadIdx.x == 0) scales[row] = s.scale;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+        if (columns[i] < k)
+            *reinterpret_cast<uint2*>(codes + row * codes_pitch + columns[i]) = quantize8(v[i], s.ratio);
 }
 
 // The same in two shots, for the most values: a rank gets all ranks' values of its share of the vectors, and sends the

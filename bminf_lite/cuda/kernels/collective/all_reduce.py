@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..arrays import address, ceil_div, nbytes_of, pitch_of, round_up
+from ....backend.values import Norm
+from ..arrays import PAD, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import ALL_REDUCE_MAX_BLOCKS as MAX_BLOCKS
+from ..constants import ALL_REDUCE_NORM_THREADS as NORM_THREADS
 from ..constants import ALL_REDUCE_PAIRS as PAIRS
 from ..constants import ALL_REDUCE_THREADS as THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
+from ..rowwise.rows import norm_arguments
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -25,6 +28,8 @@ LINED = 1 << 20
 LINE_VALUES, LINE_BYTES = 28, 128
 LINES_AT_ONCE = (1, 2, 4)
 """Lines that a thread has a part of at a time."""
+NORM_ROWS, NORM_VECTORS = 64, (1, 2)
+"""The most rows that are added and normalised by one kernel, and vectors of eight elements of each of its threads."""
 LARGE = 1 << 22
 """Values of one launch in two shots; more take several launches. The memory of a rank is 8 bytes for each, or less."""
 BLOCKS_PER_SM = 2
@@ -101,6 +106,7 @@ class AllReduce:
         yield KernelFamily(cls.source, "all_reduce_values", (BOOLEANS,))
         yield KernelFamily(cls.source, "all_reduce_shares", (BOOLEANS,))
         yield KernelFamily(cls.source, "all_reduce_lines", (BOOLEANS, LINES_AT_ONCE))
+        yield KernelFamily(cls.source, "all_reduce_norm", (BOOLEANS, NORM_VECTORS, BOOLEANS))
         yield KernelFamily(cls.source, "end_odd_step")
 
     def launch(
@@ -159,6 +165,63 @@ class AllReduce:
                 patience,
             ),
             bytes_moved=nbytes_of(partial, out),
+        )
+
+    @staticmethod
+    def normalises(sizes: ExchangeSizes, rows: int, k: int) -> bool:
+        """Whether :meth:`launch_norm` takes ``rows`` of ``k`` values: some that go in lines."""
+        lines = rows * ceil_div(k, LINE_VALUES)
+        fits = k % PAD == 0 and k <= 8 * NORM_THREADS * NORM_VECTORS[-1] and lines <= sizes.lines
+        return fits and 1 < rows <= NORM_ROWS
+
+    def launch_norm(
+        self,
+        step: StepContext,
+        exchange: Exchange,
+        partial: cp.ndarray,
+        bias: cp.ndarray | None,
+        residual: cp.ndarray,
+        norm: Norm,
+        rotation: int,
+        codes: tuple[int, int, int],
+        parity: int,
+        patience: int,
+    ) -> None:
+        """:meth:`launch` with ``add`` to ``residual``, and then the codes of its rows' norm.
+
+        ``codes`` are the addresses of the codes and of the rows' scales, and the pitch of the codes. The norm is
+        rotated in blocks of ``rotation`` before it is quantized.
+        """
+        (rows, k), sizes = partial.shape, exchange.sizes
+        vectors = next(vectors for vectors in NORM_VECTORS if k <= 8 * NORM_THREADS * vectors)
+        self._launcher.launch(
+            step,
+            self.source,
+            f"all_reduce_norm<{BOOLEANS[norm.center]}, {vectors}, {BOOLEANS[rotation > 1]}>",
+            rows,
+            NORM_THREADS,
+            (
+                partial.data.ptr,
+                pitch_of(partial),
+                address(bias),
+                residual.data.ptr,
+                pitch_of(residual),
+                k,
+                exchange.bases.data.ptr,
+                exchange.calls.data.ptr,
+                exchange.failure,
+                exchange.rank,
+                sizes.ranks,
+                parity,
+                sizes.lines_begin,
+                sizes.lines,
+                patience,
+                *norm_arguments(norm),
+                *codes,
+                rotation,
+                rotation**-0.5,
+            ),
+            bytes_moved=nbytes_of(partial, residual, residual) + rows * k,
         )
 
     @staticmethod
