@@ -9,7 +9,7 @@ from ..text.reasoning import AnswerParser, Content, Reasoning
 from ..text.text_stream import ScoredToken, TextStream
 from ..text.tool_calls import ArgumentsDelta, CallBegin, CallEnd, ToolCallParser
 from .client import Generation, Output
-from .generating import read
+from .generating import Ending, read
 
 Event = Content | Reasoning | CallBegin | ArgumentsDelta | CallEnd
 
@@ -30,19 +30,22 @@ class NewEvents(NamedTuple):
 class Answer:
     """One answer. Its joined events do not depend on how its tokens were grouped into outputs.
 
-    ``reasoning`` and ``tools`` separate these parts from the text; without them all text is content. Without
-    ``parallel_calls`` the answer ends after its first call.
+    ``ending`` says what ends it, and ``stop_reason`` is vLLM's. ``reasoning`` and ``tools`` separate these parts from
+    the text; without them all text is content. Without ``parallel_calls`` the answer ends after its first call.
     """
 
     def __init__(
         self,
         completion: TextStream,
+        ending: Ending,
         reasoning: AnswerParser | None = None,
         tools: ToolCallParser | None = None,
         parallel_calls: bool = True,
     ):
         self.completion = completion
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._ending = ending
         self.num_cached = 0
         self._reasoning = reasoning
         self._tools = tools
@@ -71,6 +74,8 @@ class Answer:
     def _read(self, generation: Generation, output: Output) -> NewEvents:
         new = read(generation, self.completion, output)
         self.finish_reason = new.finish_reason
+        if new.finish_reason is not None:
+            self.stop_reason = self._ending.reason(self.completion, output)
         if self._reasoning is None and self._tools is None:
             return NewEvents((Content(new.text),) if new.text else (), new.tokens, new.finish_reason)
         ends, was_cut = new.finish_reason is not None, new.finish_reason != "stop"

@@ -17,7 +17,7 @@ from .answer import Event
 from .client import Generation
 from .conversation import Conversation, PreparedConversation, prepare
 from .event_stream import EventStream, unless_in_vain
-from .generating import generation_request, sampling_params, told
+from .generating import Ending, ending, generation_request, sampling_params, told
 from .health import json_response
 from .openai.chunks import sse
 from .recorder import record_of
@@ -45,6 +45,7 @@ def routes(server: ServerState) -> list[Route]:
         )
         work = _Message(
             body,
+            ending(server, body.stop_sequences, body, params),
             await server.client.generate(wanted, record=record),
             prepared,
             body.model or server.model_name,
@@ -154,9 +155,16 @@ def _arguments(text: str) -> Any:
 class _Message:
     """A request under way."""
 
-    def __init__(self, body: CreateMessageBody, generation: Generation, prepared: PreparedConversation, model: str):
+    def __init__(
+        self,
+        body: CreateMessageBody,
+        ending: Ending,
+        generation: Generation,
+        prepared: PreparedConversation,
+        model: str,
+    ):
         self.generation = generation
-        self._answer = prepared.answer(body.stop_sequences, body)
+        self._answer = prepared.answer(ending)
         self._blocks = _Blocks(prepared)
         self._num_prompt = len(prepared.prompt.token_ids)
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}

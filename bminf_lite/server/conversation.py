@@ -15,16 +15,14 @@ from ..text.chat_template import Message, content_text
 from ..text.lark import TokenId, after_reasoning, mark_rule, no_token
 from ..text.prompts import EncodedPrompt
 from ..text.reasoning import ReasoningFormat, find_reasoning_format
-from ..text.text_stream import TextStream
 from ..text.token_bytes import TokenTexts
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls import CallBegin, Tool, ToolCallParser, ToolFormat, parameters_of, tool_grammar
 from .answer import Answer
 from .errors import ApiError, bad_request
-from .generating import checked_grammar, encode, grammar_of, render
+from .generating import Ending, checked_grammar, encode, grammar_of, render
 from .schemas.base import MAX_LISTED
 from .schemas.chat import NO_TOOLS, ToolChoice
-from .schemas.sampling import SamplingFields
 from .state import ServerState
 
 
@@ -79,22 +77,12 @@ class PreparedConversation:
     parallel_calls: bool
     default_stops: Sequence[str] = ()
 
-    def answer(self, stop: Sequence[str], fields: SamplingFields, texts: TokenTexts | None = None) -> Answer:
-        """A new answer, which ends at one of the texts ``stop``, or else of ``default_stops``.
-
-        The request's ``fields`` say whether it includes that text, and from which token on it may end there. ``texts``
-        is given if log-probabilities are wanted.
-        """
+    def answer(self, ending: Ending, texts: TokenTexts | None = None) -> Answer:
+        """A new answer; ``texts`` is given if log-probabilities are wanted."""
         before = self.prompt.before_text(self.grammar is not None)
         return Answer(
-            TextStream(
-                self.tokenizer,
-                stop or self.default_stops,
-                before,
-                texts,
-                bool(fields.include_stop_str_in_output),
-                fields.min_tokens or 0,
-            ),
+            ending.text(self.tokenizer, before, texts),
+            ending,
             self.reasoning.parser(self.reasoning_is_open) if self.reasoning else None,
             ToolCallParser(self.tools, self.schemas, self.schemas) if self.tools else None,
             self.parallel_calls,

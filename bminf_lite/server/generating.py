@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ from ..text.chat_template import Message, content_text, template_messages
 from ..text.control_tokens import GuardedText, new_mark
 from ..text.prompts import EncodedPrompt, Prompt
 from ..text.text_stream import NewText, TextStream
+from ..text.token_bytes import TokenTexts
+from ..text.tokenizer import Tokenizer
 from ..text.tool_calls import Tool
 from .client import CompletionFailed, Generation, Output
 from .errors import ApiError, api_error, bad_request
@@ -216,6 +218,42 @@ def told(error: Exception) -> ApiError:
     if not isinstance(error, (ApiError, BminfError)):
         _log.error("an error in a stream", exc_info=error)
     return api_error(error)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What may end a request's completions before their length does, beside the model's end-of-sequence tokens.
+
+    ``stop``: texts, which count from the token behind ``min_tokens`` on, and are part of the completion with
+    ``keeps_stop``. ``token_ids``: the request's own tokens.
+    """
+
+    stop: Sequence[str]
+    keeps_stop: bool
+    min_tokens: int
+    token_ids: frozenset[int]
+
+    def text(self, tokenizer: Tokenizer, before: Sequence[int], texts: TokenTexts | None) -> TextStream:
+        """A new completion's text behind the tokens ``before``; ``texts`` is given if log-probabilities are wanted."""
+        return TextStream(tokenizer, self.stop, before, texts, self.keeps_stop, self.min_tokens)
+
+    def reason(self, text: TextStream, output: Output) -> str | int | None:
+        """vLLM's ``stop_reason`` of a completion whose last output is read: the text or the token that ended it."""
+        if text.found_stop is not None:
+            return text.found_stop
+        last = output.token_ids[-1] if output.finish_reason == "stop" and output.token_ids else None
+        return last if last in self.token_ids else None
+
+
+def ending(server: ServerState, stop: Sequence[str], fields: SamplingFields, params: SamplingParams) -> Ending:
+    """How a request's completions end: at the texts ``stop`` or else the checkpoint's, and at the tokens of ``fields``.
+
+    A token that is one of the model's end-of-sequence tokens ends a completion as such, but for ``ignore_eos``.
+    """
+    token_ids = frozenset(fields.stop_token_ids or ())
+    own = token_ids if params.ignore_eos else token_ids - frozenset(server.client.info.eos_ids)
+    keeps_stop = bool(fields.include_stop_str_in_output)
+    return Ending(stop or server.default_stops, keeps_stop, params.min_tokens, own)
 
 
 def read(generation: Generation, text: TextStream, output: Output) -> NewText:

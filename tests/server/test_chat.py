@@ -77,7 +77,7 @@ def joined(events: list[Any]) -> list[dict[str, Any]]:
                 scores["content"] += chunk["logprobs"]["content"]
             if chunk["finish_reason"] is not None:
                 assert delta == {}
-                choice["finish_reason"] = chunk["finish_reason"]
+                choice |= {name: chunk[name] for name in ("finish_reason", "stop_reason")}
     for choice in choices.values():
         if choice["message"].get("tool_calls"):
             choice["message"]["content"] = choice["message"]["content"] or None

@@ -32,7 +32,7 @@ def joined(events: list[Any]) -> list[dict[str, Any]]:
                 whole = choice["logprobs"] or {name: [] for name in chunk["logprobs"]}
                 choice["logprobs"] = {name: whole[name] + part for name, part in chunk["logprobs"].items()}
             if chunk["finish_reason"] is not None:
-                choice["finish_reason"] = chunk["finish_reason"]
+                choice |= {name: chunk[name] for name in ("finish_reason", "stop_reason")}
     return [choices[index] for index in sorted(choices)]
 
 
@@ -219,6 +219,30 @@ def test_what_ends_a_completion_with_ignore_eos(demo: LiveServer):
         assert found == expected, (likely, stop, min_tokens)
 
 
+def test_the_stop_reason_is_what_vllm_s_is(demo: LiveServer):
+    """The stop string or the request's stop token that ended a completion, null for anything else; streamed too."""
+    for likely, fields, expected in (
+        (13, {}, ("length", None)),
+        (13, {"stop": ["never", TOKENIZER.decode([13])]}, ("stop", TOKENIZER.decode([13]))),
+        (5, {"stop_token_ids": [7, 5]}, ("stop", 5)),
+        (5, {"stop_token_ids": [7, 5], "include_stop_str_in_output": True, "logprobs": 1}, ("stop", 5)),
+        (0, {}, ("stop", None)),
+        (0, {"stop_token_ids": [0]}, ("stop", None)),
+        (0, {"stop_token_ids": [0], "ignore_eos": True}, ("stop", 0)),
+    ):
+        own = {"max_tokens": 6, "temperature": 0, "logit_bias": {str(likely): 100}, **fields}
+        body = {"prompt": "a", **own}
+        (choice,) = demo.json(PATH, body)["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == expected, fields
+        assert joined(demo.events(PATH, body)) == [choice]
+        if "logprobs" not in own:
+            body = {"messages": [{"role": "user", "content": "a"}], **own}
+            (answer,) = demo.json("/v1/chat/completions", body)["choices"]
+            assert (answer["finish_reason"], answer["stop_reason"]) == expected, fields
+            last = demo.events("/v1/chat/completions", body)[-2]["choices"][0]
+            assert (last["finish_reason"], last["stop_reason"]) == expected, fields
+
+
 def test_the_same_seed_gives_the_same_text(demo: LiveServer):
     body = {"prompt": "Return a", "max_tokens": 8, "temperature": 1.2, "seed": -5, "n": 2}
     first, again = (demo.json(PATH, body)["choices"] for _ in range(2))
@@ -391,3 +415,13 @@ def test_what_the_generation_config_forbids_is_not_written(demo_model: bminf_lit
         choice = server.json(PATH, body)["choices"][0]
     likeliest, written = choice["logprobs"]["top_logprobs"][0]
     assert choice["text"] == written != likeliest
+
+
+def test_the_generation_config_s_minimal_length_holds_stop_strings_back(demo_model: bminf_lite.Model, monkeypatch):
+    monkeypatch.setattr(demo_model, "generation_config", {"min_new_tokens": 5})
+    fields = {"max_tokens": 8, "temperature": 0, "logit_bias": {"13": 100}, "stop": [TOKENIZER.decode([13])]}
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    with closing(model_server(demo_model)) as server:
+        for path, body in ((PATH, {"prompt": "a"} | fields), ("/v1/chat/completions", chat | fields)):
+            assert server.json(path, body)["usage"]["completion_tokens"] == 6
+            assert server.json(path, body | {"min_tokens": 0})["usage"]["completion_tokens"] == 1

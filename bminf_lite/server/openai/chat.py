@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
+from ...engine.sampling_params import SamplingParams
 from ...text.reasoning import Content, Reasoning
 from ...text.text_stream import ScoredToken
 from ...text.tool_calls import ArgumentsDelta, CallBegin, CallEnd
@@ -15,7 +16,7 @@ from ..answer import Event, call_number
 from ..client import Generation, Output
 from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream
-from ..generating import check_count, check_model, generation_request, sampling_params
+from ..generating import check_count, check_model, ending, generation_request, sampling_params
 from ..request_record import RequestRecord
 from ..schemas.chat import ChatBody
 from ..schemas.messages import plain_tool
@@ -62,18 +63,25 @@ async def _prepare(server: ServerState, body: ChatBody, record: RequestRecord) -
         is_streamed=body.stream,
         ends_by_text=prepared.ends_by_text(body.stop),
     )
-    return _Chat(server, body, await server.client.generate(request, record=record), prepared)
+    return _Chat(server, body, await server.client.generate(request, record=record), prepared, params)
 
 
 class _Chat:
     """A request under way."""
 
-    def __init__(self, server: ServerState, body: ChatBody, generation: Generation, prepared: PreparedConversation):
+    def __init__(
+        self,
+        server: ServerState,
+        body: ChatBody,
+        generation: Generation,
+        prepared: PreparedConversation,
+        params: SamplingParams,
+    ):
         self.generation = generation
         self._body = body
         self._prepared = prepared
         texts = server.token_texts if body.logprobs else None
-        self._answers = [prepared.answer(body.stop, body, texts) for _ in range(body.n or 1)]
+        self._answers = [prepared.answer(ending(server, body.stop, body, params), texts) for _ in range(body.n or 1)]
         self._shows_reasoning = body.include_reasoning is not False
         self._head = head("chatcmpl", "chat.completion", body.model or server.model_name)
 
@@ -97,6 +105,7 @@ class _Chat:
                 "message": self._message(events[index]),
                 "logprobs": self._logprobs(tokens[index]),
                 "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
             }
             for index, answer in enumerate(self._answers)
         ]
@@ -150,8 +159,9 @@ class _Chat:
             chunks = b"".join([begin, *(heads[index] + delta + tail for delta in deltas)])
             if new.finish_reason is None:
                 return chunks
-            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}]" + end()
-            return chunks + heads[index] + b'{},"logprobs":null' + reason
+            ended = (new.finish_reason, answer.stop_reason)
+            reason = b',"finish_reason":%b,"stop_reason":%b}]' % tuple(map(_encode, ended))
+            return chunks + heads[index] + b'{},"logprobs":null' + reason + end()
 
         def last() -> dict[str, Any]:
             return {**self._head, "choices": [], "usage": self.usage} if has_usage else {}

@@ -10,15 +10,17 @@ import msgspec
 from starlette.routing import Route
 
 from ...text.prompts import EncodedPrompt
-from ...text.text_stream import NewText, ScoredToken, TextStream, score_prompt
+from ...text.text_stream import NewText, ScoredToken, score_prompt
 from ...text.tokenizer import Tokenizer
 from ..client import Generation, Output
 from ..errors import bad_request
 from ..event_stream import EventStream
 from ..generating import (
+    Ending,
     check_count,
     check_model,
     encode,
+    ending,
     generation_request,
     grammar_of,
     guarded,
@@ -82,7 +84,8 @@ async def _prepare(server: ServerState, body: CompletionBody, record: RequestRec
         ),
         record=record,
     )
-    return _Completions(server, body, generation, tokenizer, encoded, drawn, grammar is not None)
+    ends = ending(server, body.stop, body, params)
+    return _Completions(server, body, generation, tokenizer, encoded, drawn, grammar is not None, ends)
 
 
 def _check_counts(server: ServerState, num_prompts: int, drawn: int, field: str) -> None:
@@ -106,12 +109,13 @@ class _Choice:
     def __init__(self, completions: _Completions, prompt: EncodedPrompt, echo: str):
         body, tokenizer = completions.body, completions.tokenizer
         before = prompt.before_text(completions.has_grammar)
-        stop, keeps_stop = body.stop or completions.default_stops, bool(body.include_stop_str_in_output)
-        self.completion = TextStream(tokenizer, stop, before, completions.texts, keeps_stop, body.min_tokens or 0)
+        self.completion = completions.ending.text(tokenizer, before, completions.texts)
         self.is_empty = body.max_tokens == 0
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
         self.num_cached = 0
         self.num_characters = 0
+        self._ending = completions.ending
         self._prompt = prompt
         self._echo = echo
         self._has_begun = False
@@ -132,6 +136,8 @@ class _Choice:
             )
         new = read(generation, self.completion, output)
         self.finish_reason, self.num_cached = new.finish_reason, output.cached_tokens
+        if new.finish_reason is not None:
+            self.stop_reason = self._ending.reason(self.completion, output)
         if self._has_begun:
             return new
         self._has_begun = True
@@ -177,10 +183,11 @@ class _Completions:
         prompts: Sequence[EncodedPrompt],
         drawn: int,
         has_grammar: bool,
+        ending: Ending,
     ):
         self.body = body
         self.has_grammar = has_grammar
-        self.default_stops = server.default_stops
+        self.ending = ending
         self.generation = generation
         self._prompts = prompts
         self._drawn = drawn
@@ -220,6 +227,7 @@ class _Completions:
                 "text": "".join(texts[i]),
                 "logprobs": None if self.body.logprobs is None else self._choices[i].logprobs(tokens[i]),
                 "finish_reason": self._choices[i].finish_reason,
+                "stop_reason": self._choices[i].stop_reason,
             }
             for index, i in enumerate(kept)
         ]
@@ -239,7 +247,8 @@ class _Completions:
                 plain = b',"logprobs":null,"finish_reason":null}]'
                 return heads[index] + _encode(new.text) + plain + end() if new.text else b""
             logprobs = _encode(None if self.body.logprobs is None else choice.logprobs(new.tokens))
-            reason = b',"finish_reason":' + _encode(new.finish_reason) + b"}]"
+            ended = (new.finish_reason, choice.stop_reason)
+            reason = b',"finish_reason":%b,"stop_reason":%b}]' % tuple(map(_encode, ended))
             return heads[index] + _encode(new.text) + b',"logprobs":' + logprobs + reason + end()
 
         def last() -> dict[str, Any]:

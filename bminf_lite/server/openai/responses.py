@@ -18,7 +18,7 @@ from ..answer import Event
 from ..client import Generation
 from ..conversation import Conversation, PreparedConversation, prepare
 from ..event_stream import EventStream
-from ..generating import check_model, generation_request, sampling_params, told
+from ..generating import check_model, ending, generation_request, sampling_params, told
 from ..request_record import RequestRecord
 from ..schemas.chat import effort_variables
 from ..schemas.responses import ResponsesBody
@@ -193,7 +193,7 @@ class _Response:
         self._body = body
         self._prepared = prepared
         texts = server.token_texts if body.wants_logprobs else None
-        self._answer = prepared.answer((), body, texts)
+        self._answer = prepared.answer(ending(server, (), body, params), texts)
         self._items = _Items(prepared, body.wants_logprobs)
         self._head = {
             "id": f"resp_{secrets.token_hex(16)}",
