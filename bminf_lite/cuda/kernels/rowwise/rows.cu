@@ -143,14 +143,18 @@ __device__ __forceinline__ void quantize_half(
     unsigned top = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) zero_tail(raw[i], column_of(i), k), top = packed_max(top, raw[i]);
-    const RowScale s = row_scale(threads_absmax<THREADS>(larger_of(top), scratch, 0));
-    if (threadIdx.x % THREADS == 0 && written) scales[row] = s.scale;
+    const float row_top = threads_absmax<THREADS>(larger_of(top), scratch, 0);
+    if (threadIdx.x % THREADS == 0 && written) scales[row] = row_scale(row_top).scale;
+    const float ratio = row_ratio(row_top);
+    int first = threadIdx.x % THREADS * 8;
+    asm volatile("" : "+r"(first));  // otherwise each vector's column stays in a register from the loads on
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        if (column_of(i) >= written) continue;
+        const int column = first + i * THREADS * 8;
+        if (column >= written) continue;
         float v[8];
         load8(reinterpret_cast<const __half*>(&raw[i]), v);
-        *reinterpret_cast<uint2*>(out + offset<OUT>(row, column_of(i), out_ld)) = quantize8(v, s.ratio);
+        *reinterpret_cast<uint2*>(out + offset<OUT>(row, column, out_ld)) = quantize8(v, ratio);
     }
 }
 
@@ -313,9 +317,9 @@ constexpr bool are_rotated_halves(int source, int prepare, int target, int threa
 
 // The minimum of resident blocks per SM of `transform`. Dequantization and the exact GELU need more registers. A norm
 // of 4,096 elements must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows. Rows of fp16
-// that become codes take 40, so an SM has 1,536 threads.
+// that become codes take 32, so an SM has 2,048 threads.
 constexpr int blocks_of(int source, int prepare, int target, int threads, int vectors, int rotated) {
-    if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4) return threads > 128 ? 1536 / threads : 12;
+    if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4) return threads > 128 ? 2048 / threads : 16;
     if (are_rotated_halves(source, prepare, target, threads, vectors, rotated))
         return 1024 / (threads > 128 ? threads : 128);
     if (source == FROM_INT32 || prepare == GATE_GELU || prepare == ACTIVATE_GELU) return 1;

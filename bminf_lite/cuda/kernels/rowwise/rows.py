@@ -168,7 +168,8 @@ class RowKernels:
             if each * (RESIDENT_THREADS // 32) + RESERVED_SHARED <= self._launcher.max_shared:
                 rotated, shared = IN_MEMORY, each * (block // 32)
         expression = f"transform<{source}, {row_op}, {target}, {threads}, {vectors}, {order}, {out_order}, {rotated}>"
-        kernel = self._launcher.kernel(self.source, expression, fills_gpu and not shared)
+        # Copies to shared memory take no cache line, loads do.
+        kernel = self._launcher.kernel(self.source, expression, fills_gpu and not (shared and source == FROM_HALF))
         blocks = ceil_div(rows * threads, block)
         if rotation > 1 and (source, row_op, target) == (FROM_HALF, IDENTITY, CODES) and loops(threads, vectors):
             blocks = min(blocks, self._launcher.num_sms * (RESIDENT_THREADS // block))
