@@ -1,4 +1,4 @@
-"""The kernels of adapters of experts against sums in float64: which rows they write, and what."""
+"""The kernels of adapters of experts against sums in float64."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from bminf_lite.cuda.kernels.experts.adapters import (  # noqa: E402
     PairSide,
     expert_slot_bytes,
 )
+from bminf_lite.cuda.kernels.experts.float_products import ExpertFloatProducts  # noqa: E402
+from bminf_lite.cuda.kernels.experts.grouped_gemm import GroupedGemm  # noqa: E402
+from bminf_lite.cuda.kernels.experts.grouped_gemm_hopper import GroupedGemmHopper  # noqa: E402
+from bminf_lite.cuda.kernels.experts.pairs import SortedPairs  # noqa: E402
 from bminf_lite.cuda.kernels.experts.weights import ExpertMatrices, alternate_gate_and_up  # noqa: E402
 from bminf_lite.cuda.kernels.launcher import Launcher  # noqa: E402
 
@@ -29,8 +33,8 @@ SLOTS = [1, 0, 2, 3, 1, 2, 1, 1, 0, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.fixture
-def kernels(device: Any) -> PairAdapterKernels:
-    return PairAdapterKernels(Launcher(device, cp.cuda.get_current_stream().ptr))
+def launcher(device: Any) -> Launcher:
+    return Launcher(device, cp.cuda.get_current_stream().ptr)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Slot:
         return cls(scales, down, up)
 
     def packed(self, nbytes: int) -> np.ndarray:
-        """As ``adapters.cu`` says."""
+        """As ``pair_side.cuh`` says."""
         rank, k = self.down.shape[2:]
         down = np.pad(self.down, ((0, 0), (0, 0), (0, 0), (0, -k % 32)))
         parts = [part for expert in zip(self.scales, down, self.up, strict=True) for part in expert]
@@ -63,19 +67,25 @@ class Slot:
 
 @pytest.mark.parametrize("kind", ["w8a8", "w8a16", "float"])
 @pytest.mark.parametrize("activation", [None, ExpertActivation("relu"), ExpertActivation("relu", gated=False)], ids=str)
-@pytest.mark.parametrize(("width", "k"), [(20, 40), (72, 600)])
+@pytest.mark.parametrize(("width", "k", "tokens"), [(20, 40, 20), (72, 600, 9), (72, 72, 140)])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_pairs_with_adapters(
-    kernels: PairAdapterKernels, kind: str, activation: ExpertActivation | None, width: int, k: int, scaled: bool
+    launcher: Launcher,
+    kind: str,
+    activation: ExpertActivation | None,
+    width: int,
+    k: int,
+    tokens: int,
+    scaled: bool,
 ) -> None:
-    """Their rows are those of the product plus the side product; other rows are not written."""
+    """Rows of pairs are products plus the side product, and those without have the bits of products alone."""
     is_gated = activation is not None and activation.gated
     rng, sections, half = np.random.default_rng(width), 1 + is_gated, width + -width % 8
-    tokens = len(SLOTS)
+    slots_of_tokens = (SLOTS * tokens)[:tokens]
     ids = np.stack([rng.permutation(EXPERTS - 1)[:TOP_K] for _ in range(tokens)]).astype(np.int32)  # one has none
     order, offsets = sort_by_expert(ids, EXPERTS)
     of_token, experts = order // TOP_K, ids.ravel()[order]
-    by_pair = kind == "w8a8" or activation is None
+    by_pair = activation is None  # as in a second product
     # the matrices, whose padded rows are zeros
     values = rng.integers(-127, 128, (EXPERTS, sections, width, k)).astype(np.int8)
     if kind == "float":
@@ -106,19 +116,38 @@ def test_pairs_with_adapters(
     memory = np.stack([*(slot.packed(nbytes) for slot in slots), np.zeros(nbytes, np.uint8)])
     of = ExpertAdapterArrays(cp.asarray(memory), RANK_PITCH, sections, width, k)
     inputs = cp.asarray(np.full((len(order), of.columns), np.nan, np.float16))
-    own = [cp.asarray(v) for v in (np.array(SLOTS, np.int32), order, ids)]
-    side = PairSide(of, *own, inputs)
-    out = cp.asarray(np.full((len(order), half), np.nan, np.float16))
-    kernels.shrink(None, padded, by_pair, None if factors is None else cp.asarray(factors), side)
-    kernels.expand(None, given, by_pair, cp.asarray(offsets), weight, out, side, activation)
-    found, read = cp.asnumpy(out), cp.asnumpy(inputs).reshape(len(order), sections, RANK_PITCH)
+    numbers = np.array(slots_of_tokens, np.int32)[of_token]
+    places = np.argsort(order).astype(np.int32)
+    pairs = SortedPairs(*(cp.asarray(v) for v in (offsets, order, places)), slots=cp.asarray(numbers))
+    side = PairSide(of, pairs.slots, inputs)
+    shrunk_by = None if factors is None or by_pair else cp.asarray(factors)
+    PairAdapterKernels(launcher).shrink(None, padded, by_pair, shrunk_by, pairs, TOP_K, side)
+
+    def products(side: PairSide | None, kernels: Any) -> np.ndarray:
+        out = cp.asarray(np.full((len(order), half), np.nan, np.float16))
+        if kind == "w8a8":
+            kernels.launch(None, *given, pairs.offsets, weight, out, activation, side=side)
+        else:
+            rows_of = None if by_pair else pairs.pairs
+            kernels.launch(None, given, rows_of, TOP_K, pairs.offsets, weight, out, activation, side=side)
+        return cp.asnumpy(out)
+
+    kinds: list[Any] = [ExpertFloatProducts(launcher)]
+    if kind == "w8a8":
+        hopper = GroupedGemmHopper(launcher)
+        kinds = [GroupedGemm(launcher), *([hopper] if hopper.supported else [])]
+    found = products(side, kinds[-1])
+    for other in kinds[:-1]:
+        np.testing.assert_array_equal(found, products(side, other))
+    plain_rows, read = products(None, kinds[-1]), cp.asnumpy(inputs).reshape(len(order), sections, RANK_PITCH)
     for p, (token, expert) in enumerate(zip(of_token, experts, strict=True)):
-        number = SLOTS[token]
+        number = slots_of_tokens[token]
         if number not in (1, 2):
-            assert np.isnan(found[p]).all() and np.isnan(read[p]).all()
+            np.testing.assert_array_equal(found[p], plain_rows[p])
+            assert np.isnan(read[p]).all()
             continue
         slot, row = slots[number - 1], x[token].astype(np.float64)
-        if factors is not None:
+        if shrunk_by is not None and factors is not None:
             row = (x[token] * factors.ravel()[order[p]]).astype(np.float16).astype(np.float64)
         rank, y = slot.up.shape[-1], np.empty((sections, width))
         for m in range(sections):

@@ -1,4 +1,4 @@
-"""Models of ``experts/adapters.cu``."""
+"""Models of ``experts/adapters.cu``, and of products to which adapters of experts add."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from bminf_lite.cuda.kernels.constants import EXPERT_FLOAT_THREADS, Epilogue
 
 from .launching import Call, model
 from .models_adapters import F32, HALF, Slot
-from .models_experts import epilogue, product, sorted_experts, weights_of
-from .models_rows import up
+from .models_experts import float_products, grouped_gemm, grouped_gemm_hopper, sorted_experts
 
 
 class PairSide:
-    """The parameters of a side product of sorted pairs, see ``experts/adapters.cu``."""
+    """The parameters of a side product of sorted pairs, see ``experts/pair_side.cuh``."""
 
     def __init__(self, call: Call, pairs: int):
         self.call = call
-        self.order = call.vector("order", pairs, np.int32)
-        self.tokens = self.order // call.top_k
-        self.slots = call.vector("lora_ids", int(self.tokens.max()) + 1, np.int32)[self.tokens]
+        self.slots = call.vector("slots", pairs, np.int32)
         columns = call.sections * call.rank_pitch
         self.inputs = call.rows("inputs", pairs, columns, columns, HALF).reshape(pairs, call.sections, call.rank_pitch)
         call.require(call.rank_pitch % 16 == 0 and call.down_pitch % 32 == 0 and call.adapter_stride % 64 == 0, "sizes")
@@ -51,45 +48,49 @@ class PairSide:
 
 @model
 def shrink_pairs(call: Call) -> None:
-    pairs, k = call.launch.grid[0], call.k
+    k, experts = call.k, sorted_experts(call, call.experts)
+    pairs, tiles = len(experts), call.number("TILES")
     side = PairSide(call, pairs)
-    covered = call.launch.grid[1] * EXPERT_FLOAT_THREADS // 32 >= call.sections * call.rank_pitch
+    across, down, _ = call.launch.grid
+    covered = across * call.number("GROUPS") * 16 == call.sections * call.rank_pitch
+    counts = np.bincount(experts, minlength=call.experts)
     call.require(covered and call.launch.block == EXPERT_FLOAT_THREADS, "threads or blocks")
-    experts = call.vector("topk_ids", pairs, np.int32)[side.order]
-    rows = np.arange(pairs) if call.number("BY_PAIR") else side.tokens
+    call.require(down >= np.sum(-(-counts // (8 * tiles))), "tiles are missing")
+    order = call.vector("order", pairs, np.int32)
+    rows = np.arange(pairs) if call.number("BY_PAIR") else order // call.top_k
     x = call.rows("x", int(rows.max()) + 1, call.x_pitch, k, HALF)[rows].astype(F32)
     if call.factors:
-        x = (x * call.vector("factors", pairs, F32)[side.order][:, None]).astype(HALF).astype(F32)
+        x = (x * call.vector("factors", pairs, F32)[order][:, None]).astype(HALF).astype(F32)
     for own, slot in side.used(experts):
         call.require(not slot.down[..., k:].any(), "the padding of down is not zero")
-        for section, (scales, down) in enumerate(zip(slot.scales, slot.down, strict=True)):
-            side.inputs[own, section, : len(down)] = scales * product_by_row(x[own], down[:, :k].T)
+        for section, (scales, down_rows) in enumerate(zip(slot.scales, slot.down, strict=True)):
+            side.inputs[own, section, : len(down_rows)] = scales * product_by_row(x[own], down_rows[:, :k].T)
 
 
-@model
-def expand_pairs(call: Call) -> None:
-    experts, k = sorted_experts(call, call.experts), call.k
-    side, codes = PairSide(call, len(experts)), call.template["X"] == "bminf::int8"
-    call.require(call.launch.block == EXPERT_FLOAT_THREADS, "threads")
-    of_codes = call.template["W"] == "bminf::int8"
-    call.require((call.w_scale != 0) == of_codes and (call.x_scale != 0) == codes, "scales belong to int8")
-    rows = np.arange(len(experts)) if call.number("BY_PAIR") else side.tokens
-    x = call.rows("x", int(rows.max()) + 1, call.x_pitch, k if codes else up(k, 8), np.int8 if codes else HALF)[:, :k]
-    weight = weights_of(call, call.experts, call.n, np.int8 if of_codes else HALF, experts)[..., :k]
-    factors = call.vector("x_scale", len(experts), F32) if codes else None
-    kind = call.number("EPILOGUE")
-    halves = 2 if kind == Epilogue.GATED else 1
-    call.require(halves == call.sections and call.width <= call.n // halves, "sections")
+def side_products(call: Call, experts: np.ndarray) -> np.ndarray:
+    """What adapters add to the products of sorted pairs, fp32 ``[pairs, n]``, as the rows of the weight lie."""
+    side, halves = PairSide(call, len(experts)), call.sections
+    call.require(halves == 1 + (call.number("EPILOGUE") == Epilogue.GATED) and call.width <= call.n // halves, "widths")
     added_to = np.zeros((len(experts), halves, call.n // halves), F32)
-    adapted = np.zeros(len(experts), bool)
     for own, slot in side.used(experts):
-        adapted[own] = True
         for section, values in enumerate(slot.up):
             part = side.inputs[own, section, : values.shape[1]].astype(F32)
             added_to[own, section, : call.width] = product_by_row(part, values.T)
-    if halves == 2:  # as the rows of the weight alternate
+    if halves == 2:
         added_to = added_to.reshape(len(experts), 2, -1, 8).swapaxes(1, 2)
-    added_to = added_to.reshape(len(experts), call.n)
-    y = product(call, x[rows], experts, weight, factors, added_to)
-    found = epilogue(call, y, kind == Epilogue.GATED, kind == Epilogue.ACTIVATED)
-    call.rows("out", len(y), call.out_pitch, found.shape[1], HALF)[adapted] = found[adapted]
+    return added_to.reshape(len(experts), call.n)
+
+
+@model
+def grouped_gemm_adapted(call: Call) -> None:
+    grouped_gemm(call, side_products)
+
+
+@model
+def grouped_gemm_hopper_adapted(call: Call) -> None:
+    grouped_gemm_hopper(call, side_products)
+
+
+@model
+def float_products_adapted(call: Call) -> None:
+    float_products(call, side_products)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from bminf_lite.backend.expert_values import (
@@ -44,6 +46,8 @@ from .launching import Call, model
 from .models_rows import norm_of, rounded, up
 
 F32, F16 = np.float32, np.float16
+Added = Callable[[Call, np.ndarray], np.ndarray]
+"""What adapters add to the products of sorted pairs with these experts."""
 
 
 # -- the router --------------------------------------------------------------------------------------------------------
@@ -167,9 +171,11 @@ def sort_by_expert(call: Call) -> None:
     call.vector("offsets", experts + 1, np.int32)[...] = offsets
     call.vector("sorted_pairs", pairs, np.int32)[...] = order
     call.vector("places", pairs, np.int32)[order] = np.arange(pairs, dtype=np.int32)
+    tokens, width = pairs // call.top_k, call.words * 16
+    if call.slots:
+        call.vector("sorted_slots", pairs, np.int32)[...] = call.vector("slots", tokens, np.int32)[order // call.top_k]
     if not call.x:
         return
-    tokens, width = pairs // call.top_k, call.words * 16
     rows = call.rows("x", tokens, width, width, np.int8)
     call.rows("sorted", pairs, width, width, np.int8)[...] = rows[order // call.top_k]
     scales = call.vector("scales", tokens, F32)[order // call.top_k]
@@ -306,25 +312,27 @@ def write_products(call: Call, y: np.ndarray) -> None:
 
 
 @model
-def grouped_gemm(call: Call) -> None:
+def grouped_gemm(call: Call, adapted: Added | None = None) -> None:
     experts, k = sorted_experts(call, call.experts), call.k
     call.require(call.launch.block == GROUPED_THREADS and call.n % 8 == 0 and k % 16 == 0, "threads or sizes")
     x = call.rows("x", len(experts), call.pitch, k, np.int8)
     weight = weights_of(call, call.experts, call.n, np.int8, experts)[..., :k]
-    write_products(call, product(call, x, experts, weight, call.vector("x_scale", len(experts), F32)))
+    factors = call.vector("x_scale", len(experts), F32)
+    write_products(call, product(call, x, experts, weight, factors, adapted and adapted(call, experts)))
 
 
 @model
-def grouped_gemm_hopper(call: Call) -> None:
+def grouped_gemm_hopper(call: Call, adapted: Added | None = None) -> None:
     experts = sorted_experts(call, call.experts)
     x, other, w = call.mapped("x8_map", 8), call.mapped("x_map", 32), call.mapped("w_map", 128)
     call.require(x.shape == other.shape and len(x) == len(experts) and call.steps * 128 >= x.shape[1], "rows or steps")
     weight = w.reshape(-1, call.n, w.shape[1])[slots_of(call, call.experts, experts)]
-    write_products(call, product(call, x, experts, weight, call.vector("x_scale", len(experts), F32)))
+    factors = call.vector("x_scale", len(experts), F32)
+    write_products(call, product(call, x, experts, weight, factors, adapted and adapted(call, experts)))
 
 
 @model
-def float_products(call: Call) -> None:
+def float_products(call: Call, adapted: Added | None = None) -> None:
     experts, k = sorted_experts(call, call.experts), call.k
     call.require(call.launch.block == EXPERT_FLOAT_THREADS, "threads")
     is_int8 = call.template["W"] == "bminf::int8"
@@ -335,7 +343,7 @@ def float_products(call: Call) -> None:
     x = call.rows("x", int(rows.max()) + 1, call.x_pitch, up(k, 8), F16)[:, :k]
     weight = weights_of(call, call.experts, call.n, np.int8 if is_int8 else F16, experts)
     call.require(not weight[..., k:].any(), "the padding of the weight is not zeros")
-    write_products(call, product(call, x[rows], experts, weight[..., :k], None))
+    write_products(call, product(call, x[rows], experts, weight[..., :k], None, adapted and adapted(call, experts)))
 
 
 def few_tokens_shared(call: Call, rows: int, own: int, each: int) -> None:

@@ -13,6 +13,7 @@ from ..constants import EXPERT_FLOAT_THREADS, Epilogue
 from ..instantiations import Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import KERNEL_CACHE_SIZE
+from .adapters import PairSide
 from .grouped_gemm import EPILOGUES, FUNCTIONS, epilogue_of, possible_epilogue
 from .weights import ExpertMatrices, clamp_arguments
 
@@ -37,7 +38,8 @@ class ExpertFloatProducts:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "float_products", (TYPES, ROWS, numbers(EPILOGUES), FUNCTIONS), _possible)
+        for name in ("float_products", "float_products_adapted"):
+            yield KernelFamily(cls.source, name, (TYPES, ROWS, numbers(EPILOGUES), FUNCTIONS), _possible)
 
     def launch(
         self,
@@ -49,20 +51,25 @@ class ExpertFloatProducts:
         weight: ExpertMatrices,
         out: cp.ndarray,
         activation: ExpertActivation | None = None,
+        side: PairSide | None = None,
     ) -> None:
         """The products of sorted pairs, as fp16 ``out`` ``[P, features]``, half as many with a gated ``activation``.
 
         Sorted pair ``p`` has row ``order[p] // top_k`` of ``x``, fp16 with padded rows, or row ``p`` without an
         ``order``. ``order`` int32 ``[P]`` and ``offsets`` int32 ``[experts + 1]`` are those of :class:`.SortedPairs`.
+        A ``side`` product is added to each.
         """
         pairs, (epilogue, function) = len(out), epilogue_of(activation)
         kind = TYPES[weight.matrix.itemsize - 1]
-        kernel, grid = self._plan(kind, pairs, weight.num_experts, weight.out_features, epilogue, function)
+        kernel, grid = self._plan(
+            kind, pairs, weight.num_experts, weight.out_features, epilogue, function, side is not None
+        )
         clamp = (0.0, 0.0) if activation is None else clamp_arguments(activation)
         kernel(
             grid,
             EXPERT_FLOAT_THREADS,
             (
+                *(side.arguments if side is not None else ()),
                 x.data.ptr,
                 pitch_of(x),
                 address(order),
@@ -87,11 +94,12 @@ class ExpertFloatProducts:
             step.one_block_per_sm = False
 
     def _find_plan(
-        self, kind: str, pairs: int, experts: int, channels: int, epilogue: Epilogue, function: int
+        self, kind: str, pairs: int, experts: int, channels: int, epilogue: Epilogue, function: int, adapted: bool
     ) -> tuple[Kernel, int]:
         """The kernel and its number of blocks. With fewer pairs than experts most of these have one row at most."""
         rows = ROWS[pairs > experts]
-        kernel = self._launcher.kernel(self.source, f"float_products<{kind}, {rows}, {int(epilogue)}, {function}>")
+        name = "float_products_adapted" if adapted else "float_products"
+        kernel = self._launcher.kernel(self.source, f"{name}<{kind}, {rows}, {int(epilogue)}, {function}>")
         outputs = channels // 2 if epilogue is Epilogue.GATED else channels
         most = min(pairs, experts + pairs // rows) * ceil_div(outputs, WARPS)  # tiles
         return kernel, min(most, BLOCKS_PER_SM * self._launcher.num_sms)

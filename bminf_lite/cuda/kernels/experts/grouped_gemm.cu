@@ -16,6 +16,7 @@
 #include "common/common.cuh"
 #include "constants/epilogue.cuh"
 #include "experts/activation.cuh"
+#include "experts/pair_side.cuh"
 #include "experts/schedule.cuh"
 #include "experts/slots.cuh"
 
@@ -89,11 +90,17 @@ struct GroupedOutputs {
     int n;
     Clamp clamp;
 
-    // c: the sums of this warp's channels and of all rows of the tile.
-    template <int EPILOGUE, int F, int TILES>
-    __device__ __forceinline__ void store(const ExpertTile& tile, const int (&c)[TILES][4]) const {
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    // c: the sums of this warp's channels and of all rows of the tile. Side: PairSide or NoSide.
+    template <int EPILOGUE, int F, class Side, int TILES>
+    __device__ __forceinline__ void store(
+        const ExpertTile& tile, const int (&c)[TILES][4], SumsOf<Side, 1, 0, EPILOGUE == GATED>& side) const {
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, last = tile.row + tile.rows - 1;
         const int first = tile.weight_tile * GROUPED_ROWS + warp * CHANNELS + lane / 4;
+        typename SumsOf<Side, 1, 0, EPILOGUE == GATED>::Inputs ahead;
+        if constexpr (Side::EXISTS) {
+            ahead = side.load(tile.row, last);
+            side.begin(tile.expert, first - lane / 4, ahead);
+        }
         float scale[2], biases[2];
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
@@ -103,7 +110,14 @@ struct GroupedOutputs {
             biases[m] = bias && channel < n ? __ldg(bias + at) : 0.0f;
         }
 #pragma unroll
-        for (int t = 0; t < TILES; ++t)
+        for (int t = 0; t < TILES; ++t) {
+            float found[4];
+            if constexpr (Side::EXISTS) {
+                if (t * 8 >= tile.rows) break;
+                const auto inputs = ahead;
+                if ((t + 1) * 8 < tile.rows) ahead = side.load(tile.row + (t + 1) * 8, last);
+                side.products(0, inputs, tile.row + t * 8, last, found);
+            }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int inside = t * 8 + lane % 4 * 2 + i;
@@ -114,6 +128,7 @@ struct GroupedOutputs {
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     y[m] = scaled(__int2float_rn(c[t][2 * m + i]), factor, scale[m]);
+                    if constexpr (Side::EXISTS) y[m] = add_side(y[m], found[2 * m + i]);
                     if (bias) y[m] = __fadd_rn(y[m], biases[m]);
                 }
                 __half* target = out + row * pitch;
@@ -128,34 +143,41 @@ struct GroupedOutputs {
                                 EPILOGUE == ACTIVATED ? expert_activation<false, F>(y[m], 0.0f, clamp) : y[m]);
                 }
             }
+        }
     }
 };
 
-// TILES: tiles of 8 rows of x. F: see expert_activation. k: columns of x that are multiplied, a multiple of 16. n is a
-// multiple of 8, or with GATED of 16. Dynamic shared memory: STAGES stages of GROUPED_ROWS + 8 * TILES rows of
-// GROUPED_COLUMNS bytes; ExpertTiles.
-template <int TILES, int EPILOGUE, int F>
-__global__ void __launch_bounds__(GROUPED_THREADS) grouped_gemm(
-    const int8* x, const float* x_scale, const int* offsets, const int8* __restrict__ weight, const int* slots,
-    const float* __restrict__ w_scale, const float* __restrict__ bias, __half* out, long long out_pitch, int experts,
-    int n, int k, int pitch, float limit, float alpha) {
+// The operands of the products but what adapters add.
+struct Products {
+    const int8* x;
+    const int* offsets;
+    const int8* weight;
+    const int* slots;
+    GroupedOutputs outputs;
+    int experts, k, pitch;
+};
+
+template <int TILES, int EPILOGUE, int F, class Side>
+__device__ __forceinline__ void multiply(const Products& products, const Side& side) {
+    const int experts = products.experts, n = products.outputs.n, k = products.k, pitch = products.pitch;
     constexpr int STAGE = (GROUPED_ROWS + 8 * TILES) * GROUPED_COLUMNS;
     extern __shared__ __align__(128) char shared[];
     ExpertTiles& tiles = *reinterpret_cast<ExpertTiles*>(shared + STAGES * STAGE);
     launch_dependent_grids();
     wait_on_dependent_grids();
-    tiles.load<8 * TILES>(offsets, experts);
+    tiles.load<8 * TILES>(products.offsets, experts);
     const int weight_tiles = (n + GROUPED_ROWS - 1) / GROUPED_ROWS;
     const int steps = (k + GROUPED_COLUMNS - 1) / GROUPED_COLUMNS;
-    Cursor ahead(tiles, slots, experts, weight_tiles, steps), now = ahead;
+    Cursor ahead(tiles, products.slots, experts, weight_tiles, steps), now = ahead;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    SumsOf<Side, 1, 0, EPILOGUE == GATED> sums(side);
 
     const auto load = [&](int stage) {
         if (ahead.valid()) {
             const unsigned target = cast_smem_ptr_to_uint(shared + stage * STAGE);
             const int piece = threadIdx.x % PIECES, column = ahead.step * GROUPED_COLUMNS + piece * 16;
             const int from = column < k ? column : 0;  // an address that exists
-            const int8* matrix = weight + static_cast<size_t>(ahead.slot) * n * pitch + from;
+            const int8* matrix = products.weight + static_cast<size_t>(ahead.slot) * n * pitch + from;
 #pragma unroll
             for (int row = threadIdx.x / PIECES; row < GROUPED_ROWS; row += GROUPED_THREADS / PIECES) {
                 const int channel = ahead.tile.weight_tile * GROUPED_ROWS + row;
@@ -166,7 +188,8 @@ __global__ void __launch_bounds__(GROUPED_THREADS) grouped_gemm(
             for (int row = threadIdx.x / PIECES; row < 8 * TILES; row += GROUPED_THREADS / PIECES)
                 cp_async_16(
                     target + place(GROUPED_ROWS + row, piece),
-                    x + static_cast<size_t>(ahead.tile.row + min(row, ahead.tile.rows - 1)) * pitch + from, column < k);
+                    products.x + static_cast<size_t>(ahead.tile.row + min(row, ahead.tile.rows - 1)) * pitch + from,
+                    column < k);
             ahead.next();
         }
         cp_async_commit_group();
@@ -194,7 +217,7 @@ __global__ void __launch_bounds__(GROUPED_THREADS) grouped_gemm(
             }
         }
         if (now.step == steps - 1) {
-            GroupedOutputs{x_scale, w_scale, bias, out, out_pitch, n, {limit, alpha}}.store<EPILOGUE, F>(now.tile, c);
+            products.outputs.store<EPILOGUE, F, Side>(now.tile, c, sums);
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -202,4 +225,28 @@ __global__ void __launch_bounds__(GROUPED_THREADS) grouped_gemm(
         }
         now.next();
     }
+}
+
+// TILES: tiles of 8 rows of x. F: see expert_activation. k: columns of x that are multiplied, a multiple of 16. n is a
+// multiple of 8, or with GATED of 16. Dynamic shared memory: STAGES stages of GROUPED_ROWS + 8 * TILES rows of
+// GROUPED_COLUMNS bytes; ExpertTiles.
+template <int TILES, int EPILOGUE, int F>
+__global__ void __launch_bounds__(GROUPED_THREADS) grouped_gemm(
+    const int8* x, const float* x_scale, const int* offsets, const int8* __restrict__ weight, const int* slots,
+    const float* __restrict__ w_scale, const float* __restrict__ bias, __half* out, long long out_pitch, int experts,
+    int n, int k, int pitch, float limit, float alpha) {
+    multiply<TILES, EPILOGUE, F>(
+        {x, offsets, weight, slots, {x_scale, w_scale, bias, out, out_pitch, n, {limit, alpha}}, experts, k, pitch},
+        NoSide());
+}
+
+// The same with what adapters add.
+template <int TILES, int EPILOGUE, int F>
+__global__ void __launch_bounds__(GROUPED_THREADS) grouped_gemm_adapted(
+    const PairSide side, const int8* x, const float* x_scale, const int* offsets, const int8* __restrict__ weight,
+    const int* slots, const float* __restrict__ w_scale, const float* __restrict__ bias, __half* out,
+    long long out_pitch, int experts, int n, int k, int pitch, float limit, float alpha) {
+    multiply<TILES, EPILOGUE, F>(
+        {x, offsets, weight, slots, {x_scale, w_scale, bias, out, out_pitch, n, {limit, alpha}}, experts, k, pitch},
+        side);
 }

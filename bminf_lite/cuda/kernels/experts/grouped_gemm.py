@@ -22,6 +22,7 @@ from ..constants import (
 from ..instantiations import Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import KERNEL_CACHE_SIZE
+from .adapters import PairSide
 from .weights import ExpertMatrices, activation_number, clamp_arguments
 
 if TYPE_CHECKING:
@@ -49,9 +50,8 @@ class GroupedGemm:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         defines = defines_of(stages_of(shared_memory_per_block(capability)))
-        yield KernelFamily(
-            cls.source, "grouped_gemm", (TILES, numbers(EPILOGUES), FUNCTIONS), possible_epilogue, defines
-        )
+        for name in ("grouped_gemm", "grouped_gemm_adapted"):
+            yield KernelFamily(cls.source, name, (TILES, numbers(EPILOGUES), FUNCTIONS), possible_epilogue, defines)
 
     def launch(
         self,
@@ -63,20 +63,24 @@ class GroupedGemm:
         out: cp.ndarray,
         activation: ExpertActivation | None = None,
         early: bool = False,
+        side: PairSide | None = None,
     ) -> None:
         """The products of sorted pairs, int8 ``[P, pitch]`` with ``scales`` fp32 ``[P]``, as fp16 ``[P, features]``.
 
         ``offsets`` int32 ``[experts + 1]`` are those of :class:`.SortedPairs`. With an ``activation`` that is gated,
         half as many features. ``early``: the offsets were complete before the kernel can start, because another product
-        has read them, and one kernel at most is between.
+        has read them. A ``side`` product is added to each.
         """
         pairs, (epilogue, function) = len(codes), epilogue_of(activation)
-        kernel, grid, shared = self._plan(pairs, weight.num_experts, weight.out_features, epilogue, function)
+        kernel, grid, shared = self._plan(
+            pairs, weight.num_experts, weight.out_features, epilogue, function, side is not None
+        )
         clamp = (0.0, 0.0) if activation is None else clamp_arguments(activation)
         kernel(
             grid,
             GROUPED_THREADS,
             (
+                *(side.arguments if side is not None else ()),
                 codes.data.ptr,
                 scales.data.ptr,
                 offsets.data.ptr,
@@ -99,13 +103,13 @@ class GroupedGemm:
             step.one_block_per_sm = False
 
     def _find_plan(
-        self, pairs: int, experts: int, channels: int, epilogue: Epilogue, function: int
+        self, pairs: int, experts: int, channels: int, epilogue: Epilogue, function: int, adapted: bool
     ) -> tuple[Kernel, int, int]:
         """The kernel, its number of blocks, and the bytes of shared memory of each."""
         launcher, tiles = self._launcher, tiles_for(pairs, experts)
         stages = stages_of(launcher.max_shared)
         shared = stages * stage_bytes(tiles) + SCHEDULE_BYTES
-        expression = f"grouped_gemm<{tiles}, {int(epilogue)}, {function}>"
+        expression = f"grouped_gemm{'_adapted' * adapted}<{tiles}, {int(epilogue)}, {function}>"
         kernel = launcher.kernel(self.source, expression, False, defines_of(stages))
         most = min(pairs, experts + pairs // (8 * tiles)) * ceil_div(channels, GROUPED_ROWS)  # tiles
         blocks = max(1, min(BLOCKS_PER_SM, launcher.max_shared // shared))

@@ -14,6 +14,7 @@
 #include "constants/epilogue.cuh"
 #include "constants/grouped_gemm_hopper.cuh"
 #include "experts/activation.cuh"
+#include "experts/pair_side.cuh"
 #include "experts/schedule.cuh"
 #include "experts/slots.cuh"
 
@@ -151,18 +152,21 @@ struct GroupedResult {
     Clamp clamp;
 };
 
-// The work of a warpgroup that multiplies.
-template <int BLOCK_M, int MAX_N, int EPILOGUE, int F>
+// The work of a warpgroup that multiplies. Side: PairSide or NoSide.
+template <int BLOCK_M, int MAX_N, int EPILOGUE, int F, class Side>
 struct Consumer {
     static constexpr bool IS_GATED = EPILOGUE == GATED;
     static constexpr int BLOCKS = BLOCK_M / WARPGROUP;             // of 64 channels that a warpgroup has
     static constexpr int OUTPUTS = BLOCKS * (IS_GATED ? 32 : 64);  // columns of the result from them
     static constexpr int PIECE_ROWS = GroupedShared<BLOCK_M, MAX_N>::PIECE_BYTES / (2 * OUTPUTS);  // rows of a piece
     static constexpr int CHUNKS = OUTPUTS / 8;  // of 16 bytes in a row of a piece
+    using Sums = SumsOf<Side, BLOCKS, 64, IS_GATED>;
+    using Inputs = typename Sums::Inputs;
     const GroupedShared<BLOCK_M, MAX_N>& shared;
     const GroupedResult& result;
     int group, steps;
     PipelineState pipe;
+    Sums side;
     int buffer = 0, scales_buffer = 0;
 
     // The place of 16 bytes in a piece, such that eight rows' are in different banks.
@@ -222,14 +226,33 @@ private:
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
                 own[i] = ld_global_cg(result.x_scale + tile.row + min(i * WARPGROUP + thread, tile.rows - 1));
+            Inputs inputs[most_groups(N / 8)];  // of the first piece
+            if constexpr (Side::EXISTS) {
+                load_inputs(tile, 0, inputs);
+                side.begin(
+                    tile.expert, tile.weight_tile * BLOCK_M + group * BLOCKS * 64 + thread / WARP * 16, inputs[0]);
+            }
             int c[BLOCKS][N / 8][4] = {};  // otherwise the registers of all widths would be live at the same time
             multiply(c);
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
                 if (i * WARPGROUP + thread < N) scales[i * WARPGROUP + thread] = own[i];
             sync_warpgroup(group);
-            store(tile, c, scales, channels);
+            store(tile, c, scales, channels, inputs);
         }
+    }
+
+    // Groups of eight rows in a piece of a tile of `groups`. Side products of two would take too many registers.
+    __device__ __forceinline__ static constexpr int most_groups(int groups) {
+        const int most = PIECE_ROWS < 16 || (Side::EXISTS && BLOCKS > 1) ? 1 : 2;
+        return groups < most ? groups : most;
+    }
+
+    // The inputs of the adapters of a piece, whose first group is `first`.
+    template <int EACH>
+    __device__ __forceinline__ void load_inputs(const ExpertTile& tile, int first, Inputs (&inputs)[EACH]) const {
+#pragma unroll
+        for (int g = 0; g < EACH; ++g) inputs[g] = side.load(tile.row + (first + g) * 8, tile.row + tile.rows - 1);
     }
 
     // GROUPS: of eight rows.
@@ -305,16 +328,22 @@ private:
         }
     }
 
-    // Scales the sums and writes the results, a piece at a time.
-    template <int GROUPS>
+    // Scales the sums and writes the results, a piece at a time. ahead: the inputs of the first one.
+    template <int GROUPS, int EACH>
     __device__ __forceinline__ void store(
-        const ExpertTile& tile, const int (&c)[BLOCKS][GROUPS][4], const float* scales, const Channels& channels) {
+        const ExpertTile& tile, const int (&c)[BLOCKS][GROUPS][4], const float* scales, const Channels& channels,
+        Inputs (&ahead)[EACH]) {
         const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
-        constexpr int MOST = GROUPS < 2 ? GROUPS : 2, EACH = PIECE_ROWS / 8 < MOST ? PIECE_ROWS / 8 : MOST;
 #pragma unroll 1
         for (int first = 0; first * 8 < tile.rows; first += EACH) {
             int taken[BLOCKS][EACH][4];
             take(taken, c, first);
+            Inputs inputs[EACH];
+            if constexpr (Side::EXISTS) {
+#pragma unroll
+                for (int g = 0; g < EACH; ++g) inputs[g] = ahead[g];
+                if ((first + EACH) * 8 < tile.rows) load_inputs(tile, first + EACH, ahead);
+            }
             const unsigned piece = cast_smem_ptr_to_uint(shared.piece(group, buffer));
 #pragma unroll
             for (int g = 0; g < EACH; ++g) {
@@ -322,12 +351,16 @@ private:
 #pragma unroll
                 for (int b = 0; b < BLOCKS; ++b) {
                     const int (&sums)[4] = taken[b][g];
+                    float found[4];
+                    if constexpr (Side::EXISTS)
+                        side.products(b, inputs[g], tile.row + (first + g) * 8, tile.row + tile.rows - 1, found);
                     float y[2][2];  // of both channels, of both rows
 #pragma unroll
                     for (int h = 0; h < 2; ++h)
 #pragma unroll
                         for (int i = 0; i < 2; ++i) {
                             y[h][i] = scaled(__int2float_rn(sums[2 * h + i]), i ? x.y : x.x, channels.scale[b][h]);
+                            if constexpr (Side::EXISTS) y[h][i] = add_side(y[h][i], found[2 * h + i]);
                             if (result.bias) y[h][i] = __fadd_rn(y[h][i], channels.bias[b][h]);
                         }
                     const int row = g * 8 + lane % 8;
@@ -368,39 +401,79 @@ private:
     }
 };
 
+// The operands of the products but their tensor maps and what adapters add. `steps` stages cover a row of x.
+struct Products {
+    const float* x_scale;
+    const int *offsets, *slots;
+    const float *w_scale, *bias;
+    __half* out;
+    long long out_pitch;
+    int experts, n, steps, stages;
+    Clamp clamp;
+};
+
+template <int BLOCK_M, int MAX_N, int EPILOGUE, int F, bool EARLY, class Side>
+__device__ __forceinline__ void multiply(
+    const Products& products, const TensorMap& x8_map, const TensorMap& x_map, const TensorMap& w_map,
+    const Side& side) {
+    extern __shared__ __align__(1024) char memory[];
+    const GroupedShared<BLOCK_M, MAX_N> shared = {memory, products.stages};
+    if (threadIdx.x == 2 * WARPGROUP) shared.init();
+    if constexpr (!EARLY) wait_on_dependent_grids();
+    launch_dependent_grids();  // not before, because kernels behind the next one read the offsets early
+    ExpertTiles& tiles = shared.tiles();
+    const int experts = products.experts, n = products.n;
+    tiles.load<MAX_N>(products.offsets, experts);  // and the barriers
+    const int weight_tiles = (n + BLOCK_M - 1) / BLOCK_M, end = tiles.starts[experts] * weight_tiles;
+    if (threadIdx.x >= 2 * WARPGROUP) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x == 2 * WARPGROUP)
+            Producer<BLOCK_M, MAX_N>{shared, x8_map, x_map, w_map, products.slots, n, products.steps}
+                .template run<EARLY>(tiles, experts, weight_tiles, end);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        if constexpr (EARLY) wait_on_dependent_grids();
+        const GroupedResult result = {
+            products.x_scale, products.w_scale, products.bias, products.out, products.out_pitch, n, products.clamp};
+        using Worker = Consumer<BLOCK_M, MAX_N, EPILOGUE, F, Side>;
+        Worker consumer = {
+            shared,
+            result,
+            static_cast<int>(threadIdx.x) / WARPGROUP,
+            products.steps,
+            PipelineState(products.stages),
+            typename Worker::Sums(side)};
+        for (int index = blockIdx.x; index < end; index += gridDim.x)
+            consumer.compute(tiles.find(index, experts, weight_tiles));
+    }
+}
+
 // BLOCK_M: channels of a tile, 128 or 256. MAX_N: rows of a tile at most, one of the widths. F: see expert_activation.
 // Boxes of the tensor maps, of BLOCK_K columns: x8_map 8 rows, x_map 32 rows, w_map W_BOX rows of the weights of all
-// experts, or slots. n: channels of an expert, a multiple of 8, or with GATED of 16. `steps` stages cover a row of x.
-// EARLY: the offsets were complete before the kernel could start, so the first stages of the weight are loaded before
-// it waits for its input. Dynamic shared memory: see GroupedShared.
+// experts, or slots. n: channels of an expert, a multiple of 8, or with GATED of 16. EARLY: the offsets were complete
+// before the kernel could start, so the first stages of the weight are loaded before it waits for its input. Dynamic
+// shared memory: see GroupedShared.
 template <int BLOCK_M, int MAX_N, int EPILOGUE, int F, bool EARLY>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) grouped_gemm_hopper(
     const float* x_scale, const int* offsets, const int* slots, const float* w_scale, const float* bias, __half* out,
     long long out_pitch, int experts, int n, int steps, int stages, float limit, float alpha,
     const __grid_constant__ TensorMap x8_map, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap w_map) {
-    extern __shared__ __align__(1024) char memory[];
-    const GroupedShared<BLOCK_M, MAX_N> shared = {memory, stages};
-    if (threadIdx.x == 2 * WARPGROUP) shared.init();
-    if constexpr (!EARLY) wait_on_dependent_grids();
-    launch_dependent_grids();  // not before, because the kernel behind the next one reads the offsets early
-    ExpertTiles& tiles = shared.tiles();
-    tiles.load<MAX_N>(offsets, experts);  // and the barriers
-    const int weight_tiles = (n + BLOCK_M - 1) / BLOCK_M, end = tiles.starts[experts] * weight_tiles;
-    if (threadIdx.x >= 2 * WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 2 * WARPGROUP)
-            Producer<BLOCK_M, MAX_N>{shared, x8_map, x_map, w_map, slots, n, steps}.template run<EARLY>(
-                tiles, experts, weight_tiles, end);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        if constexpr (EARLY) wait_on_dependent_grids();
-        const GroupedResult result = {x_scale, w_scale, bias, out, out_pitch, n, {limit, alpha}};
-        Consumer<BLOCK_M, MAX_N, EPILOGUE, F> consumer = {
-            shared, result, static_cast<int>(threadIdx.x) / WARPGROUP, steps, PipelineState(stages)};
-        for (int index = blockIdx.x; index < end; index += gridDim.x)
-            consumer.compute(tiles.find(index, experts, weight_tiles));
-    }
+    multiply<BLOCK_M, MAX_N, EPILOGUE, F, EARLY>(
+        {x_scale, offsets, slots, w_scale, bias, out, out_pitch, experts, n, steps, stages, {limit, alpha}}, x8_map,
+        x_map, w_map, NoSide());
+}
+
+// The same with what adapters add.
+template <int BLOCK_M, int MAX_N, int EPILOGUE, int F, bool EARLY>
+__global__ void __launch_bounds__(3 * WARPGROUP, 1) grouped_gemm_hopper_adapted(
+    const PairSide side, const float* x_scale, const int* offsets, const int* slots, const float* w_scale,
+    const float* bias, __half* out, long long out_pitch, int experts, int n, int steps, int stages, float limit,
+    float alpha, const __grid_constant__ TensorMap x8_map, const __grid_constant__ TensorMap x_map,
+    const __grid_constant__ TensorMap w_map) {
+    multiply<BLOCK_M, MAX_N, EPILOGUE, F, EARLY>(
+        {x_scale, offsets, slots, w_scale, bias, out, out_pitch, experts, n, steps, stages, {limit, alpha}}, x8_map,
+        x_map, w_map, side);
 }
 
 }  // namespace bminf

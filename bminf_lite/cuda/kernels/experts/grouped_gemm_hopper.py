@@ -17,6 +17,7 @@ from ..constants import GROUPED_COLUMNS, Epilogue
 from ..constants import GROUPED_HOPPER_WEIGHT_BOX as WEIGHT_BOX
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
+from .adapters import PairSide
 from .grouped_gemm import EPILOGUES, FUNCTIONS, SCHEDULE_BYTES, GroupedGemm, epilogue_of, possible_epilogue
 from .weights import ExpertMatrices, clamp_arguments
 
@@ -58,6 +59,8 @@ class GroupedTile:
 
 TILES = GroupedTile(128, 64), GroupedTile(256, 160)
 """The tiles for few rows of each expert, and for many."""
+ADAPTED_TILES = GroupedTile(128, 64), GroupedTile(256, 128)
+"""The same where adapters add to the products, which takes registers."""
 
 
 class GroupedGemmHopper(GroupedGemm):
@@ -68,9 +71,9 @@ class GroupedGemmHopper(GroupedGemm):
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         if capability == (9, 0):
-            tiles = tuple(tile.arguments for tile in TILES)
-            values = (tiles, numbers(EPILOGUES), FUNCTIONS, BOOLEANS)
-            yield KernelFamily(cls.source, "bminf::grouped_gemm_hopper", values, _possible)
+            for name, tiles in (("grouped_gemm_hopper", TILES), ("grouped_gemm_hopper_adapted", ADAPTED_TILES)):
+                values = (tuple(tile.arguments for tile in tiles), numbers(EPILOGUES), FUNCTIONS, BOOLEANS)
+                yield KernelFamily(cls.source, f"bminf::{name}", values, _possible)
 
     def __init__(self, launcher: Launcher) -> None:
         super().__init__(launcher)
@@ -86,11 +89,14 @@ class GroupedGemmHopper(GroupedGemm):
         out: cp.ndarray,
         activation: ExpertActivation | None = None,
         early: bool = False,
+        side: PairSide | None = None,
     ) -> None:
         pairs, (epilogue, function) = len(codes), epilogue_of(activation)
         early = early and activation is None
-        tile = tile_for(pairs, weight.num_experts)
-        kernel, grid, shared, stages = self._hopper_plan(pairs, weight, tile, epilogue, function, early)
+        tile = tile_for(pairs, weight.num_experts, side is not None)
+        kernel, grid, shared, stages = self._hopper_plan(
+            pairs, weight, tile, epilogue, function, early, side is not None
+        )
         columns = round_up(weight.in_features, 16)
         maps = [
             tensor_map_2d(codes.data.ptr, TensorMapDataType.INT8, pairs, columns, pitch_of(codes), box, False)
@@ -106,6 +112,7 @@ class GroupedGemmHopper(GroupedGemm):
             grid,
             THREADS,
             (
+                *(side.arguments if side is not None else ()),
                 scales.data.ptr,
                 offsets.data.ptr,
                 *operands,
@@ -129,19 +136,27 @@ class GroupedGemmHopper(GroupedGemm):
             step.one_block_per_sm = True
 
     def _hopper_plan(
-        self, pairs: int, weight: ExpertMatrices, tile: GroupedTile, epilogue: Epilogue, function: int, early: bool
+        self,
+        pairs: int,
+        weight: ExpertMatrices,
+        tile: GroupedTile,
+        epilogue: Epilogue,
+        function: int,
+        early: bool,
+        adapted: bool,
     ) -> tuple[Kernel, int, int, int]:
         """The kernel, its number of blocks, the bytes of shared memory of each, and the stages of the pipeline."""
         stages = tile.stages(self._launcher.max_shared)
-        expression = f"bminf::grouped_gemm_hopper<{tile.arguments}, {int(epilogue)}, {function}, {BOOLEANS[early]}>"
+        name = "bminf::grouped_gemm_hopper_adapted" if adapted else "bminf::grouped_gemm_hopper"
+        expression = f"{name}<{tile.arguments}, {int(epilogue)}, {function}, {BOOLEANS[early]}>"
         kernel = self._launcher.kernel(self.source, expression)
         most = min(pairs, weight.num_experts + pairs // tile.rows) * ceil_div(weight.out_features, tile.channels)
         return kernel, min(most, self._launcher.num_sms), tile.shared(stages), stages
 
 
-def tile_for(pairs: int, experts: int) -> GroupedTile:
-    """The element of :data:`TILES` with which an expert has one tile, if ``pairs`` are spread over all experts."""
-    return TILES[1.3 * pairs / experts + 8 > TILES[0].rows]
+def tile_for(pairs: int, experts: int, adapted: bool = False) -> GroupedTile:
+    """The tile with which an expert has one tile, if ``pairs`` are spread over all experts."""
+    return (ADAPTED_TILES if adapted else TILES)[1.3 * pairs / experts + 8 > TILES[0].rows]
 
 
 def _possible(tile: tuple[int, int], epilogue: int, function: int, early: str) -> bool:

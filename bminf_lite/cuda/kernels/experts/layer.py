@@ -7,7 +7,7 @@ token gets has the same bits whatever their number, as the kernels share their o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,40 +170,50 @@ class ExpertKernels:
         pairs, factors = routing.ids.size, routing.weights if layer.router.spec.scales_input else None
         offsets, order, places = (empty((count,), np.int32) for count in (spec.num_experts + 1, pairs, pairs))
         hidden = empty((pairs, round_up(layer.features, PAD)), np.float16)
+        slots, sorted_slots = None, None
+        if adapters is not None:
+            slots, sorted_slots = adapters.slots, empty((pairs,), np.int32)
+        ordered = SortedPairs(offsets, order, places, slots=sorted_slots)
+
+        def side_of(x: cp.ndarray, of: ExpertAdapterArrays, by_pair: bool) -> PairSide | None:
+            """The side product of sorted pairs with one of the weights, whose inputs are ready."""
+            if adapters is None or sorted_slots is None:
+                return None
+            side = PairSide(of, sorted_slots, empty((pairs, of.columns), np.float16))
+            self.adapters.shrink(step, x, by_pair, None if by_pair else factors, ordered, spec.top_k, side)
+            return side
+
+        side = None
         if isinstance(inputs, tuple):
             row_codes, row_scales = empty((pairs, pitch_of(inputs[0])), np.int8), empty((pairs,), np.float32)
-            ordered = SortedPairs(offsets, order, places, row_codes, row_scales)
             codes, scales = inputs
-            self.pairs.sort(step, routing.ids, codes, scales, factors, ordered)
-            self.grouped.launch(step, row_codes, row_scales, offsets, layer.hidden, hidden, layer.activation)
-            inputs = row_codes, row_scales
+            quantized = replace(ordered, codes=row_codes, scales=row_scales)
+            self.pairs.sort(step, routing.ids, codes, scales, factors, quantized, slots)
+            if adapters is not None:
+                side = side_of(adapters.x, adapters.adapters.hidden, False)
+            self.grouped.launch(step, row_codes, row_scales, offsets, layer.hidden, hidden, layer.activation, side=side)
         else:
             assert not spec.scales_input, "the weights of experts multiply quantized inputs only"
-            self.pairs.sort(step, routing.ids, None, None, None, SortedPairs(offsets, order, places))
-            self.floats.launch(step, inputs, order, spec.top_k, offsets, layer.hidden, hidden, layer.activation)
-        is_of_pairs = isinstance(inputs, tuple)
+            self.pairs.sort(step, routing.ids, None, None, None, ordered, slots)
+            if adapters is not None:
+                side = side_of(adapters.x, adapters.adapters.hidden, False)
+            self.floats.launch(
+                step, inputs, order, spec.top_k, offsets, layer.hidden, hidden, layer.activation, side=side
+            )
         if adapters is not None:
-            side = _side(adapters, adapters.adapters.hidden, order, routing, empty)
-            self.adapters.shrink(step, adapters.x, False, factors, side)
-            self.adapters.expand(step, inputs, is_of_pairs, offsets, layer.hidden, hidden, side, layer.activation)
+            side = side_of(hidden, adapters.adapters.down, True)
         results = empty((pairs, round_up(down.out_features, PAD)), np.float16)
         if down.dynamic:
             codes, scales = empty((pairs, down.pitch), np.int8), empty((pairs,), np.float32)
             self._transform(step, hidden, ((codes.data.ptr, scales.data.ptr, down.pitch), CODES, ROW), codes, layer)
-            early = layer.hidden.dynamic and adapters is None
-            self.grouped.launch(step, codes, scales, offsets, down, results, early=early)
-            inputs = codes, scales
+            early = layer.hidden.dynamic
+            self.grouped.launch(step, codes, scales, offsets, down, results, early=early, side=side)
         else:
             rotated = hidden
             if down.rotation > 1:
                 rotated = empty(hidden.shape, np.float16)
                 self._transform(step, hidden, array_target(rotated), rotated, layer)
-            self.floats.launch(step, rotated, None, 1, offsets, down, results)
-            inputs = rotated
-        if adapters is not None:
-            side = _side(adapters, adapters.adapters.down, order, routing, empty)
-            self.adapters.shrink(step, hidden, True, None, side)
-            self.adapters.expand(step, inputs, True, offsets, down, results, side)
+            self.floats.launch(step, rotated, None, 1, offsets, down, results, side=side)
         weights = None if spec.scales_input else routing.weights
         self.pairs.weighted_sum(step, results, places, weights, spec.top_k, out, add, addend)
 
@@ -225,10 +235,3 @@ class ExpertKernels:
             bytes_moved=nbytes_of(hidden, written),
             rotation=layer.down.rotation,
         )
-
-
-def _side(
-    adapters: StepAdapters, of: ExpertAdapterArrays, order: cp.ndarray, routing: Routing, empty: Empty
-) -> PairSide:
-    """The side product of sorted pairs with one of the weights."""
-    return PairSide(of, adapters.slots, order, routing.ids, empty((len(order), of.columns), np.float16))

@@ -97,13 +97,15 @@ __device__ __forceinline__ void copy_rows(
 
 // topk_ids: [pairs]. offsets: [experts + 1], sorted_pairs: [pairs], as in backend/experts.py; places: [pairs], the
 // place of each pair among the sorted ones. The rows of x [tokens, words of 16 bytes], unless it is null, are copied to
-// the places of their pairs, and so are `scales` [tokens], unless null, times `factors` [pairs], unless null.
+// the places of their pairs, and so are `scales` [tokens], unless null, times `factors` [pairs], unless null, and
+// `slots` [tokens] of adapters, unless null.
 //
 // A block has the pairs of `each` tokens, at most SORT_LIST. It counts those of all other blocks itself, so that none
 // waits for another: the place of a pair is that of its expert's first one, and how many of the expert come before it.
 __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
     const int* topk_ids, int pairs, int top_k, int experts, int each, int* offsets, int* sorted_pairs, int* places,
-    const void* x, const float* scales, const float* factors, int words, void* sorted, float* sorted_scales) {
+    const void* x, const float* scales, const float* factors, int words, void* sorted, float* sorted_scales,
+    const int* slots, int* sorted_slots) {
     __shared__ Counts counts;
     __shared__ int warps[WARPS], list[SORT_LIST];
     launch_dependent_grids();
@@ -130,6 +132,7 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
         list[i] = places[pair] = place;
         sorted_pairs[place] = pair;
         if (x && scales) sorted_scales[place] = factors ? __fmul_rn(scales[token], factors[pair]) : scales[token];
+        if (slots) sorted_slots[place] = slots[token];
     }
     if (!x) return;
     __syncthreads();

@@ -20,7 +20,8 @@ class SortedPairs:
     """The pairs of ``T`` tokens by expert, see :func:`backend.experts.sort_by_expert`; all are int32.
 
     ``places`` ``[T * top_k]`` says where among the sorted pairs each pair is. ``codes`` int8 ``[T * top_k, pitch]`` and
-    ``scales`` fp32 ``[T * top_k]`` are the quantized tokens of the sorted pairs, None where these stay float.
+    ``scales`` fp32 ``[T * top_k]`` are the quantized tokens of the sorted pairs, None where these stay float. ``slots``
+    ``[T * top_k]`` are those of the tokens' adapters, None if no token has one.
     """
 
     offsets: cp.ndarray
@@ -28,6 +29,7 @@ class SortedPairs:
     places: cp.ndarray
     codes: cp.ndarray | None = None
     scales: cp.ndarray | None = None
+    slots: cp.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,17 @@ class PairKernels:
         scales: cp.ndarray | None,
         factors: cp.ndarray | None,
         out: SortedPairs,
+        slots: cp.ndarray | None = None,
     ) -> None:
         """Sort ``topk_ids`` int32 ``[T, top_k]``, and copy the tokens' ``codes`` and ``scales`` to their pairs, if any.
 
         Rows of ``codes`` lie one after another without gaps, and are padded to a multiple of 16 bytes. ``factors`` fp32
-        ``[T, top_k]`` multiply the scales.
+        ``[T, top_k]`` multiply the scales. ``slots`` int32 ``[T]`` are those of the tokens' adapters.
         """
         (tokens, top_k), pairs = topk_ids.shape, topk_ids.size
         each = tokens_of_a_block(tokens, top_k, self._launcher.num_sms)
         words = 0 if codes is None else pitch_of(codes) // 16
+        assert (slots is None) == (out.slots is None)
         assert (codes is None) == (out.codes is None) and pointer_and_pitch(codes)[1] == pointer_and_pitch(out.codes)[1]
         self._launcher.launch(
             step,
@@ -95,6 +99,8 @@ class PairKernels:
                 words,
                 address(out.codes),
                 address(out.scales),
+                address(slots),
+                address(out.slots),
             ),
             bytes_moved=nbytes_of(codes, out.codes),
             cache=True,
