@@ -7,11 +7,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from bminf_lite.backend.functions import product_by_row
-from bminf_lite.cuda.kernels.constants import EXPERT_FLOAT_THREADS, Epilogue
+from bminf_lite.cuda.kernels.constants import EXPERT_FLOAT_THREADS
 
 from .launching import Call, model
 from .models_adapters import F32, HALF, Slot
-from .models_experts import float_products, grouped_gemm, grouped_gemm_hopper, sorted_experts
+from .models_experts import (
+    few_tokens_down,
+    few_tokens_hidden,
+    float_products,
+    grouped_gemm,
+    grouped_gemm_hopper,
+    sorted_experts,
+)
 
 
 class PairSide:
@@ -48,16 +55,23 @@ class PairSide:
 
 @model
 def shrink_pairs(call: Call) -> None:
-    k, experts = call.k, sorted_experts(call, call.experts)
-    pairs, tiles = len(experts), call.number("TILES")
-    side = PairSide(call, pairs)
+    k, is_sorted, by_pair = call.k, call.number("SORTED"), call.number("BY_PAIR")
     across, down, _ = call.launch.grid
+    if is_sorted:
+        experts = sorted_experts(call, call.experts)
+        order = call.vector("order", len(experts), np.int32)
+        tiles = -(-np.bincount(experts, minlength=call.experts) // (8 * call.number("TILES")))
+        call.require(down >= np.sum(tiles), "tiles are missing")
+    else:
+        experts, order = call.vector("order", down, np.int32), np.arange(down)
+    pairs = len(experts)
+    if call.token_slots:
+        tokens = call.vector("token_slots", -(-pairs // call.top_k), np.int32)
+        call.vector("slots", pairs, np.int32)[...] = tokens[order // call.top_k]
+    side = PairSide(call, pairs)
     covered = across * call.number("GROUPS") * 16 == call.sections * call.rank_pitch
-    counts = np.bincount(experts, minlength=call.experts)
     call.require(covered and call.launch.block == EXPERT_FLOAT_THREADS, "threads or blocks")
-    call.require(down >= np.sum(-(-counts // (8 * tiles))), "tiles are missing")
-    order = call.vector("order", pairs, np.int32)
-    rows = np.arange(pairs) if call.number("BY_PAIR") else order // call.top_k
+    rows = np.arange(pairs) if by_pair else order // call.top_k
     x = call.rows("x", int(rows.max()) + 1, call.x_pitch, k, HALF)[rows].astype(F32)
     if call.factors:
         x = (x * call.vector("factors", pairs, F32)[order][:, None]).astype(HALF).astype(F32)
@@ -67,18 +81,18 @@ def shrink_pairs(call: Call) -> None:
             side.inputs[own, section, : len(down_rows)] = scales * product_by_row(x[own], down_rows[:, :k].T)
 
 
-def side_products(call: Call, experts: np.ndarray) -> np.ndarray:
-    """What adapters add to the products of sorted pairs, fp32 ``[pairs, n]``, as the rows of the weight lie."""
+def side_products(call: Call, experts: np.ndarray, n: int) -> np.ndarray:
+    """What adapters add to the ``n`` products of each pair, fp32 ``[pairs, n]``, as the rows of the weight lie."""
     side, halves = PairSide(call, len(experts)), call.sections
-    call.require(halves == 1 + (call.number("EPILOGUE") == Epilogue.GATED) and call.width <= call.n // halves, "widths")
-    added_to = np.zeros((len(experts), halves, call.n // halves), F32)
+    call.require(call.width <= n // halves, "widths")
+    added_to = np.zeros((len(experts), halves, n // halves), F32)
     for own, slot in side.used(experts):
         for section, values in enumerate(slot.up):
             part = side.inputs[own, section, : values.shape[1]].astype(F32)
             added_to[own, section, : call.width] = product_by_row(part, values.T)
     if halves == 2:
         added_to = added_to.reshape(len(experts), 2, -1, 8).swapaxes(1, 2)
-    return added_to.reshape(len(experts), call.n)
+    return added_to.reshape(len(experts), n)
 
 
 @model
@@ -94,3 +108,13 @@ def grouped_gemm_hopper_adapted(call: Call) -> None:
 @model
 def float_products_adapted(call: Call) -> None:
     float_products(call, side_products)
+
+
+@model
+def few_tokens_hidden_adapted(call: Call) -> None:
+    few_tokens_hidden(call, side_products)
+
+
+@model
+def few_tokens_down_adapted(call: Call) -> None:
+    few_tokens_down(call, side_products)

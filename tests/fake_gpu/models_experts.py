@@ -46,8 +46,8 @@ from .launching import Call, model
 from .models_rows import norm_of, rounded, up
 
 F32, F16 = np.float32, np.float16
-Added = Callable[[Call, np.ndarray], np.ndarray]
-"""What adapters add to the products of sorted pairs with these experts."""
+Added = Callable[[Call, np.ndarray, int], np.ndarray]
+"""What adapters add to so many products of each pair with these experts."""
 
 
 # -- the router --------------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def grouped_gemm(call: Call, adapted: Added | None = None) -> None:
     x = call.rows("x", len(experts), call.pitch, k, np.int8)
     weight = weights_of(call, call.experts, call.n, np.int8, experts)[..., :k]
     factors = call.vector("x_scale", len(experts), F32)
-    write_products(call, product(call, x, experts, weight, factors, adapted and adapted(call, experts)))
+    write_products(call, product(call, x, experts, weight, factors, adapted and adapted(call, experts, call.n)))
 
 
 @model
@@ -328,7 +328,7 @@ def grouped_gemm_hopper(call: Call, adapted: Added | None = None) -> None:
     call.require(x.shape == other.shape and len(x) == len(experts) and call.steps * 128 >= x.shape[1], "rows or steps")
     weight = w.reshape(-1, call.n, w.shape[1])[slots_of(call, call.experts, experts)]
     factors = call.vector("x_scale", len(experts), F32)
-    write_products(call, product(call, x, experts, weight, factors, adapted and adapted(call, experts)))
+    write_products(call, product(call, x, experts, weight, factors, adapted and adapted(call, experts, call.n)))
 
 
 @model
@@ -343,7 +343,9 @@ def float_products(call: Call, adapted: Added | None = None) -> None:
     x = call.rows("x", int(rows.max()) + 1, call.x_pitch, up(k, 8), F16)[:, :k]
     weight = weights_of(call, call.experts, call.n, np.int8 if is_int8 else F16, experts)
     call.require(not weight[..., k:].any(), "the padding of the weight is not zeros")
-    write_products(call, product(call, x[rows], experts, weight[..., :k], None, adapted and adapted(call, experts)))
+    write_products(
+        call, product(call, x[rows], experts, weight[..., :k], None, adapted and adapted(call, experts, call.n))
+    )
 
 
 def few_tokens_shared(call: Call, rows: int, own: int, each: int) -> None:
@@ -354,19 +356,22 @@ def few_tokens_shared(call: Call, rows: int, own: int, each: int) -> None:
 
 
 @model
-def few_tokens_hidden(call: Call) -> None:
+def few_tokens_hidden(call: Call, adapted: Added | None = None) -> None:
     tokens, top_k, gated, k = call.tokens, call.top_k, bool(call.number("GATED")), call.k
     pairs = tokens * (top_k + bool(call.shared_weight))
     n, blocks = call.features * (1 + gated), call.launch.grid[0]
     group = 8 if gated else 1
-    few_tokens_shared(call, tokens, -(-pairs * call.features // group // blocks) * group * (1 + gated), 4)
+    few_tokens_shared(
+        call, tokens, -(-pairs * call.features // group // blocks) * group * (1 + gated), 8 if adapted else 4
+    )
     ids, weights = chosen(call, tokens)
     codes = call.rows("codes", tokens, call.pitch, k, np.int8)
     own = call.vector("x_scale", tokens, F32)
     scales = np.repeat(own, top_k)
     scales = scales * weights.ravel() if call.scales_input else scales
     weight = weights_of(call, call.num_experts, n, np.int8, ids)[..., :k]
-    y = product(call, np.repeat(codes, top_k, axis=0), ids.ravel(), weight, scales)
+    added_to = adapted and adapted(call, ids.ravel(), n)
+    y = product(call, np.repeat(codes, top_k, axis=0), ids.ravel(), weight, scales, added_to)
     if call.shared_weight:
         beside = shared_product(call, codes, own, n)
         beside = alternate_gate_and_up(beside[:, :, None])[:, :, 0] if gated else beside
@@ -384,11 +389,11 @@ def shared_product(call: Call, codes: np.ndarray, scales: np.ndarray, n: int) ->
 
 
 @model
-def few_tokens_down(call: Call) -> None:
+def few_tokens_down(call: Call, adapted: Added | None = None) -> None:
     tokens, top_k, columns, k = call.tokens, call.top_k, call.columns, call.k
     each = top_k + bool(call.shared_weight)
     pairs = tokens * each
-    few_tokens_shared(call, pairs, pairs * -(-columns // call.launch.grid[0]), 12)
+    few_tokens_shared(call, pairs, pairs * -(-columns // call.launch.grid[0]), 16 if adapted else 12)
     call.require((call.rotation > 1) == bool(call.number("ROTATED")), "a rotation of its own instantiation")
     ids, weights = chosen(call, tokens)
     call.tensor("topk_ids", ids.shape, np.int32)[...] = ids
@@ -398,6 +403,7 @@ def few_tokens_down(call: Call) -> None:
     weight = weights_of(call, call.num_experts, columns, np.int8, ids)[..., :k]
     by_token = [v.reshape(tokens, each, *v.shape[1:]) for v in (codes, scales)]
     routed, own = (v[:, :top_k].reshape(tokens * top_k, *v.shape[2:]) for v in by_token)
-    results = rounded(product(call, routed, ids.ravel(), weight, own)).reshape(tokens, top_k, columns)
+    added_to = adapted and adapted(call, ids.ravel(), columns)
+    results = rounded(product(call, routed, ids.ravel(), weight, own, added_to)).reshape(tokens, top_k, columns)
     beside = shared_product(call, *(v[:, top_k] for v in by_token), columns) if call.shared_weight else None
     write_sums(call, results, np.ones_like(weights) if call.scales_input else weights, columns, beside)

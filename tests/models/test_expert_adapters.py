@@ -150,6 +150,26 @@ def test_no_other_token_and_no_other_adapter_changes_the_bits(
         equal(layer.run(IDS, rows), together[rows], **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "plain"])
+@pytest.mark.parametrize("kind", ["w8a8", "w8a8-rotate-all"])
+def test_a_few_tokens_have_the_bits_of_many(
+    cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, kind: str, shape: str
+) -> None:
+    """Also where a few tokens have experts in common."""
+    from bminf_lite.cuda.kernels.experts import few_tokens
+
+    cuda_backend.adapter_slots = AdapterSlots(SLOTS, RANK)
+    try:
+        layer = Layer.random(cuda_backend, kind, shape)
+        together = layer.run(IDS)
+        monkeypatch.setattr(few_tokens, "PAIRS_OF_EXPERTS", TOP_K)
+        for rows in (slice(0, 4), slice(2, 5), slice(20, 24)):
+            np.testing.assert_array_equal(layer.run(IDS, rows), together[rows])
+    finally:
+        cuda_backend.adapter_slots = None
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_of_zeros_change_no_bit(backend: Backend, slots: AdapterSlots, kind: str, shape: str) -> None:

@@ -26,8 +26,11 @@ __device__ __forceinline__ uint4 times(const uint4& x, float factor) {
     return y;
 }
 
-// x: fp16 [.., x_pitch], of which sorted pair p has row order[p] / top_k, or with BY_PAIR row p; factors: fp32 [pairs],
-// by the pairs' own numbers, or null; each element of x is multiplied by that of its pair, and rounded.
+// x: fp16 [.., x_pitch], of which a pair has the row of its token, or with BY_PAIR its own; factors: fp32 [pairs], by
+// the pairs' own numbers, or null; each element of x is multiplied by that of its pair, and rounded.
+//
+// SORTED: `offsets` and `order` are those of sorted pairs. Otherwise the pairs have their own order, `order` are their
+// experts, and a tile is one of them; then slots of tokens, unless null, are written to those of the pairs first.
 //
 // The grid is (groups of RANKS * GROUPS columns of the inputs, tiles of 8 * TILES sorted rows of one expert at most,
 // slots of a tile at once). A block finds the rows of its tile that have a slot, and computes its columns of these.
@@ -35,10 +38,10 @@ __device__ __forceinline__ uint4 times(const uint4& x, float factor) {
 // The order of a sum: the chunks of CHUNK elements of k are cut into WARPS pieces of neighbouring ones. A warp adds up
 // the chunks of a piece in order. Of each chunk a lane reads 8 neighbouring elements, which two mma take in turn. The
 // pieces are added one after another. AHEAD chunks are loaded together.
-template <bool BY_PAIR, int TILES, int GROUPS>
+template <bool SORTED, bool BY_PAIR, int TILES, int GROUPS>
 __global__ void __launch_bounds__(FLOAT_THREADS, 2) shrink_pairs(
     const PairSide side, const int* offsets, int experts, const int* order, int top_k, const __half* x,
-    long long x_pitch, const float* factors, int k) {
+    long long x_pitch, const float* factors, int k, const int* token_slots) {
     constexpr int ROWS = TILES * 8, COLUMNS = GROUPS * RANKS, PITCH = COLUMNS + 4, AHEAD = TILES == 1 ? 6 : 1;
     static_assert(ROWS <= WARP);
     __shared__ ExpertTiles tiles;
@@ -46,13 +49,21 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 2) shrink_pairs(
     __shared__ int list[ROWS];
     launch_dependent_grids();
     wait_on_dependent_grids();
-    tiles.load<ROWS>(offsets, experts);
-    if (blockIdx.y >= tiles.starts[experts]) return;
-    const ExpertTile tile = tiles.find(blockIdx.y, experts, 1);
+    ExpertTile tile = {0, static_cast<int>(blockIdx.y), 1, 0};
+    if constexpr (SORTED) {
+        tiles.load<ROWS>(offsets, experts);
+        if (blockIdx.y >= tiles.starts[experts]) return;
+        tile = tiles.find(blockIdx.y, experts, 1);
+    } else {
+        tile.expert = __ldcg(order + tile.row);
+    }
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, quarter = lane % 4 * 8;
     const int column = blockIdx.x * COLUMNS, chunks = (k + CHUNK - 1) / CHUNK;
     const int first = chunks * warp / WARPS, end = chunks * (warp + 1) / WARPS;
-    const int own = lane < tile.rows ? side.slot(tile.row + lane) : 0;
+    int own = 0;
+    if (lane < tile.rows)
+        own = token_slots ? __ldcg(token_slots + (tile.row + lane) / top_k) : side.slot(tile.row + lane);
+    if (token_slots && blockIdx.x == 0 && threadIdx.x < tile.rows) side.slots[tile.row + threadIdx.x] = own;
     unsigned left = __ballot_sync(FULL, own > 0);
 #pragma unroll 1
     for (int turn = 0; left; ++turn) {
@@ -80,7 +91,8 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 2) shrink_pairs(
         float factor[TILES];
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
-            const int row = tile.row + list[min(t * 8 + group, count - 1)], pair = BY_PAIR ? 0 : __ldcg(order + row);
+            const int row = tile.row + list[min(t * 8 + group, count - 1)],
+                      pair = BY_PAIR || !SORTED ? row : __ldcg(order + row);
             rows[t] = x + (BY_PAIR ? row : pair / top_k) * x_pitch + quarter;
             factor[t] = factors ? __ldcg(factors + pair) : 1.0f;
         }

@@ -108,7 +108,7 @@ class PairAdapterKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "shrink_pairs", (BOOLEANS, tuple(map(Together, TILES))))
+        yield KernelFamily(cls.source, "shrink_pairs", (BOOLEANS, BOOLEANS, tuple(map(Together, TILES))), _possible)
 
     def shrink(
         self,
@@ -126,25 +126,62 @@ class PairAdapterKernels:
         ``factors`` fp32 ``[T, top_k]``, if there are any.
         """
         count, experts, groups = len(side.inputs), len(pairs.offsets) - 1, side.of.columns // RANKS
-        assert factors is None or not by_pair
         tiles, each = TILES[0] if count <= 4 * experts else TILES[1 + (groups % 2 == 0)]
         rows = 8 * tiles
+        grid = groups // each, min(count, experts + count // rows), min(len(side.of.memory), SLOTS_AT_ONCE)
+        sorted_by = pairs.offsets.data.ptr, experts, pairs.pairs.data.ptr, top_k
+        self._launch(step, f"true, {BOOLEANS[by_pair]}, {tiles}, {each}", grid, sorted_by, x, by_pair, factors, side, 0)
+
+    def shrink_unsorted(
+        self,
+        step: StepContext | None,
+        x: cp.ndarray,
+        factors: cp.ndarray | None,
+        topk_ids: cp.ndarray,
+        slots: cp.ndarray | None,
+        side: PairSide,
+    ) -> None:
+        """The same of pairs in their own order, with the experts ``topk_ids`` int32 ``[T, top_k]``.
+
+        With ``slots``, int32 ``[T]``, ``x`` are rows of tokens, and the slots are written to those of the pairs.
+        Otherwise ``x`` are rows of pairs, which have slots.
+        """
+        by_pair = slots is None
+        grid = side.of.columns // RANKS, topk_ids.size, 1
+        pairs = 0, 0, topk_ids.data.ptr, topk_ids.shape[1]
+        self._launch(step, f"false, {BOOLEANS[by_pair]}, 1, 1", grid, pairs, x, by_pair, factors, side, address(slots))
+
+    def _launch(
+        self,
+        step: StepContext | None,
+        arguments: str,
+        grid: tuple[int, int, int],
+        pairs: tuple[int, int, int, int],
+        x: cp.ndarray,
+        by_pair: bool,
+        factors: cp.ndarray | None,
+        side: PairSide,
+        token_slots: int,
+    ) -> None:
+        assert factors is None or not by_pair
         self._launcher.launch(
             step,
             self.source,
-            f"shrink_pairs<{BOOLEANS[by_pair]}, {tiles}, {each}>",
-            (groups // each, min(count, experts + count // rows), min(len(side.of.memory), SLOTS_AT_ONCE)),
+            f"shrink_pairs<{arguments}>",
+            grid,
             EXPERT_FLOAT_THREADS,
             (
                 *side.arguments,
-                pairs.offsets.data.ptr,
-                experts,
-                pairs.pairs.data.ptr,
-                top_k,
+                *pairs,
                 x.data.ptr,
                 pitch_of(x),
                 address(factors),
                 side.of.features,
+                token_slots,
             ),
             bytes_moved=nbytes_of(x, side.inputs),
         )
+
+
+def _possible(is_sorted: str, by_pair: str, tiles: tuple[int, int]) -> bool:
+    return is_sorted == BOOLEANS[1] or tiles == TILES[0]

@@ -21,6 +21,7 @@
 #include "common/common.cuh"
 #include "common/rotation.cuh"
 #include "experts/activation.cuh"
+#include "experts/pair_side.cuh"
 #include "experts/routing.cuh"
 #include "experts/row_stream.cuh"
 
@@ -88,14 +89,16 @@ struct Share {
 // EACH: experts of a lane, see WarpRouter. F: see expert_activation. UNIT: bytes of a unit. k: elements of a row of
 // codes, a multiple of 16. With scales_input the weights of the experts multiply the scales of their input. Dynamic
 // shared memory: from 9.0 on the pipelines, else RoutingScratch for each token; tokens * width bytes of codes, where
-// `width` is the pitch rounded up to whole units; a sum for each row that the block has. In the kernel `pairs` are
-// those of one token, and `each` the rows of an expert.
-template <int EACH, bool GATED, int F, int UNIT>
-__global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
-    const Router router, const float* logits, const int8* codes, const float* x_scale, const int8* __restrict__ weight,
-    const int* slots, const float* __restrict__ w_scale, const float* __restrict__ bias,
-    const SharedExpert shared_expert, __half* hidden, long long hidden_pitch, int tokens, int features, int k,
-    int pitch, bool scales_input, float limit, float alpha, int scratch_bytes) {
+// `width` is the pitch rounded up to whole units; a sum for each row that the block has, and with a side product
+// another. In the kernel `pairs` are those of one token, and `each` the rows of an expert.
+//
+// Side: PairSide, of pairs in their own order and of gated experts without a shared one, or NoSide.
+template <int EACH, bool GATED, int F, int UNIT, class Side>
+__device__ __forceinline__ void hidden_values(
+    const Side& side, const Router router, const float* logits, const int8* codes, const float* x_scale,
+    const int8* __restrict__ weight, const int* slots, const float* __restrict__ w_scale,
+    const float* __restrict__ bias, const SharedExpert shared_expert, __half* hidden, long long hidden_pitch,
+    int tokens, int features, int k, int pitch, bool scales_input, float limit, float alpha, int scratch_bytes) {
     extern __shared__ __align__(128) char shared[];
     __shared__ int ids[MAX_FEW_PAIRS];
     __shared__ const int8* starts[MAX_FEW_PAIRS];
@@ -107,6 +110,7 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
     const int first_pair = share.first / features, first_feature = share.first % features;
     int8* tokens_codes = reinterpret_cast<int8*>(shared + scratch_bytes);
     int* sums = reinterpret_cast<int*>(tokens_codes + tokens * width);
+    float* const sides = reinterpret_cast<float*>(sums + rows);  // what adapters add
     const ExpertMatrix matrix = {weight, slots, w_scale, shared_expert, each, pitch};
     const ExpertRows<GATED> of_block = {matrix, starts + first_pair, ids + first_pair, 0, each};
     const RowUnits units(rows, width / UNIT, each, MATRICES * first_feature);
@@ -146,7 +150,24 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
         }
     };
     int2 at = output(threadIdx.x < share.count ? threadIdx.x : 0);
-    if (threadIdx.x < share.count) load_operands(at);
+    if (threadIdx.x < share.count) {
+        if constexpr (Side::EXISTS)  // their registers are needed
+            prefetch_l2(matrix.scales_of(ids[at.x]) + matrix.row_of<GATED>(ids[at.x], row_of(at.y)));
+        else
+            load_operands(at);
+    }
+    // Of a warp's groups of features the ranks are fetched before the products, and multiplied behind them.
+    using Sums = SumsOf<Side, 1, 0, true>;
+    const auto for_groups = [&](const auto& apply) {
+        static_assert(GATED || !Side::EXISTS);
+#pragma unroll 1
+        for (int i = threadIdx.x / WARP * GATE_GROUP; i < share.count; i += ROW_WARPS * GATE_GROUP) {
+            const int2 of_group = output(i);
+            apply(i, of_group.x, 2 * of_group.y);
+        }
+    };
+    if constexpr (Side::EXISTS)
+        for_groups([&](int, int pair, int channel) { Sums(side).prefetch(side.slot(pair), ids[pair], channel); });
     if (scales_input)
         choice.find_weights([&](int pair, float weight) { scales[pair] = __fmul_rn(scales[pair], weight); });
     const unsigned inverse = (65535 + pairs) / pairs;  // pair / pairs == pair * inverse / 65536
@@ -154,18 +175,50 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
         stream, units,
         [&](const RowUnits& unit) { return tokens_codes + ((first_pair + unit.expert) * inverse >> 16) * width; },
         sums);
+    if constexpr (Side::EXISTS)
+        for_groups([&](int i, int pair, int channel) {
+            float found[4];
+            Sums(side).products_of(pair, ids[pair], channel, found);
+            const int lane = threadIdx.x % WARP;
+            if (lane % 4 == 0)
+                sides[row_of(i) + lane / 4] = found[0], sides[row_of(i) + GATE_GROUP + lane / 4] = found[2];
+        });
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < share.count; i += FEW_THREADS) {
-        if (i != threadIdx.x) at = output(i), load_operands(at);
+        if (Side::EXISTS || i != threadIdx.x) at = output(i), load_operands(at);
         float y[2] = {};
 #pragma unroll
         for (int m = 0; m < MATRICES; ++m) {
             y[m] = scaled(__int2float_rn(sums[row_of(i) + m * GATE_GROUP]), scales[at.x], w_scales[m]);
+            if constexpr (Side::EXISTS) y[m] = add_side(y[m], sides[row_of(i) + m * GATE_GROUP]);
             if (bias) y[m] = __fadd_rn(y[m], biases[m]);
         }
         hidden[at.x * hidden_pitch + at.y] = __float2half_rn(expert_activation<GATED, F>(y[0], y[1], {limit, alpha}));
     }
+}
+
+template <int EACH, bool GATED, int F, int UNIT>
+__global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden(
+    const Router router, const float* logits, const int8* codes, const float* x_scale, const int8* __restrict__ weight,
+    const int* slots, const float* __restrict__ w_scale, const float* __restrict__ bias,
+    const SharedExpert shared_expert, __half* hidden, long long hidden_pitch, int tokens, int features, int k,
+    int pitch, bool scales_input, float limit, float alpha, int scratch_bytes) {
+    hidden_values<EACH, GATED, F, UNIT>(
+        NoSide(), router, logits, codes, x_scale, weight, slots, w_scale, bias, shared_expert, hidden, hidden_pitch,
+        tokens, features, k, pitch, scales_input, limit, alpha, scratch_bytes);
+}
+
+// The same with what adapters add.
+template <int EACH, bool GATED, int F, int UNIT>
+__global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_hidden_adapted(
+    const PairSide side, const Router router, const float* logits, const int8* codes, const float* x_scale,
+    const int8* __restrict__ weight, const int* slots, const float* __restrict__ w_scale,
+    const float* __restrict__ bias, const SharedExpert shared_expert, __half* hidden, long long hidden_pitch,
+    int tokens, int features, int k, int pitch, bool scales_input, float limit, float alpha, int scratch_bytes) {
+    hidden_values<EACH, GATED, F, UNIT>(
+        side, router, logits, codes, x_scale, weight, slots, w_scale, bias, shared_expert, hidden, hidden_pitch, tokens,
+        features, k, pitch, scales_input, limit, alpha, scratch_bytes);
 }
 
 // Eight elements of a row between the two passes of quantize_pairs over it: as they are in memory, or rotated.
@@ -274,13 +327,14 @@ __device__ __forceinline__ void quantize_pairs(
 // launches_early: the successor may start at once; else it starts after the wait, so that its loads do not delay those
 // of this kernel. The first block writes topk_ids and topk_weights, [tokens, top_k]. Dynamic shared memory as above,
 // with pairs * width bytes of codes; then an fp32 scale and an fp32 bias for each row that the block has.
-template <int EACH, bool ADD, int UNIT, bool ROTATED>
-__global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
-    const Router router, const float* logits, int* topk_ids, float* topk_weights, const __half* hidden,
-    long long hidden_pitch, const int8* __restrict__ weight, const int* slots, const float* __restrict__ w_scale,
-    const float* __restrict__ bias, const SharedExpert shared_expert, float* out, long long out_pitch, int tokens,
-    int columns, int k, int pitch, bool scales_input, int rotation, float rotation_scale, const float* addend,
-    long long addend_pitch, const float* gate, int scratch_bytes, bool launches_early) {
+template <int EACH, bool ADD, int UNIT, bool ROTATED, class Side>
+__device__ __forceinline__ void add_results(
+    const Side& side, const Router router, const float* logits, int* topk_ids, float* topk_weights,
+    const __half* hidden, long long hidden_pitch, const int8* __restrict__ weight, const int* slots,
+    const float* __restrict__ w_scale, const float* __restrict__ bias, const SharedExpert shared_expert, float* out,
+    long long out_pitch, int tokens, int columns, int k, int pitch, bool scales_input, int rotation,
+    float rotation_scale, const float* addend, long long addend_pitch, const float* gate, int scratch_bytes,
+    bool launches_early) {
     extern __shared__ __align__(128) char shared[];
     __shared__ int ids[MAX_FEW_PAIRS];
     __shared__ const int8* starts[MAX_FEW_PAIRS];
@@ -293,6 +347,7 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     int* sums = reinterpret_cast<int*>(codes + pairs * width);
     float* w_scales = reinterpret_cast<float*>(sums + rows);
     float* biases = w_scales + rows;
+    float* const sides = biases + rows;  // what adapters add
     if (launches_early) launch_dependent_grids();
     const ExpertMatrix matrix = {weight, slots, w_scale, shared_expert, columns, pitch};
     const Choice<EACH> choice = {router, logits, tokens, each, matrix, ids, starts};
@@ -308,6 +363,16 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
         biases[i] = bias ? bias[ids[pair] * columns + share.first + place] : 0.0f;
     }
     choice.find_weights([&](int pair, float weight) { weights[pair] = weight; });
+    // Of a warp's groups of 16 columns of a pair the ranks are fetched before the wait, and multiplied behind the
+    // products.
+    using Sums = SumsOf<Side, 1, 0, false>;
+    const auto for_groups = [&](const auto& apply) {
+        const int groups = (share.count + 15) / 16;
+#pragma unroll 1
+        for (int i = threadIdx.x / WARP; i < pairs * groups; i += ROW_WARPS) apply(i / groups, i % groups * 16);
+    };
+    if constexpr (Side::EXISTS)
+        for_groups([&](int pair, int place) { Sums(side).prefetch(side.slot(pair), ids[pair], share.first + place); });
     // What is added to an output, and what it is added to, of a thread's first output.
     float other = 0, factor = 1, before = 0;
     const auto load_operands = [&](int token, int column) {
@@ -323,10 +388,21 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
     quantize_pairs<ROTATED>(hidden, hidden_pitch, pairs, k, width, rotation, rotation_scale, codes, x_scales);
     __syncthreads();
     multiply_units<UNIT>(stream, units, [&](const RowUnits& unit) { return codes + unit.expert * width; }, sums);
+    if constexpr (Side::EXISTS)
+        for_groups([&](int pair, int place) {
+            float found[4];
+            Sums(side).products_of(pair, ids[pair], share.first + place, found);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int own = place + threadIdx.x % WARP / 4 + 8 * h;
+                if (threadIdx.x % 4 == 0 && own < share.count) sides[pair * share.count + own] = found[2 * h];
+            }
+        });
     __syncthreads();
     const auto result = [&](int pair, int column) {
         const int row = pair * share.count + column;
-        const float y = scaled(__int2float_rn(sums[row]), x_scales[pair], w_scales[row]);
+        float y = scaled(__int2float_rn(sums[row]), x_scales[pair], w_scales[row]);
+        if constexpr (Side::EXISTS) y = add_side(y, sides[row]);
         return bias ? __fadd_rn(y, biases[row]) : y;
     };
 #pragma unroll 1
@@ -348,4 +424,32 @@ __global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
         const int pair = threadIdx.x / top_k * each + threadIdx.x % top_k;
         topk_ids[threadIdx.x] = ids[pair], topk_weights[threadIdx.x] = weights[pair];
     }
+}
+
+template <int EACH, bool ADD, int UNIT, bool ROTATED>
+__global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down(
+    const Router router, const float* logits, int* topk_ids, float* topk_weights, const __half* hidden,
+    long long hidden_pitch, const int8* __restrict__ weight, const int* slots, const float* __restrict__ w_scale,
+    const float* __restrict__ bias, const SharedExpert shared_expert, float* out, long long out_pitch, int tokens,
+    int columns, int k, int pitch, bool scales_input, int rotation, float rotation_scale, const float* addend,
+    long long addend_pitch, const float* gate, int scratch_bytes, bool launches_early) {
+    add_results<EACH, ADD, UNIT, ROTATED>(
+        NoSide(), router, logits, topk_ids, topk_weights, hidden, hidden_pitch, weight, slots, w_scale, bias,
+        shared_expert, out, out_pitch, tokens, columns, k, pitch, scales_input, rotation, rotation_scale, addend,
+        addend_pitch, gate, scratch_bytes, launches_early);
+}
+
+// The same with what adapters add.
+template <int EACH, bool ADD, int UNIT, bool ROTATED>
+__global__ void __launch_bounds__(FEW_THREADS, BLOCKS_PER_SM) few_tokens_down_adapted(
+    const PairSide side, const Router router, const float* logits, int* topk_ids, float* topk_weights,
+    const __half* hidden, long long hidden_pitch, const int8* __restrict__ weight, const int* slots,
+    const float* __restrict__ w_scale, const float* __restrict__ bias, const SharedExpert shared_expert, float* out,
+    long long out_pitch, int tokens, int columns, int k, int pitch, bool scales_input, int rotation,
+    float rotation_scale, const float* addend, long long addend_pitch, const float* gate, int scratch_bytes,
+    bool launches_early) {
+    add_results<EACH, ADD, UNIT, ROTATED>(
+        side, router, logits, topk_ids, topk_weights, hidden, hidden_pitch, weight, slots, w_scale, bias, shared_expert,
+        out, out_pitch, tokens, columns, k, pitch, scales_input, rotation, rotation_scale, addend, addend_pitch, gate,
+        scratch_bytes, launches_early);
 }

@@ -18,6 +18,7 @@ from ..gemv.gemv import LONG_CODES, UNIT_OVERHEAD, defines_for, pipeline_chunks
 from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import KERNEL_CACHE_SIZE
+from .adapters import PairSide
 from .pairs import Addend, addend_arguments
 from .router import EACH, MAX_TOP_K, experts_of_a_lane
 from .weights import (
@@ -87,16 +88,25 @@ class FewTokens:
         for chunks in sorted({pipeline_chunks(shared), pipeline_chunks(shared, LONG_CODES + 1)}):
             defines = defines_for(chunks)
             values = (EACH, BOOLEANS[::-1], FUNCTIONS, UNITS[::-1])
+            adapted = (EACH, BOOLEANS[1:], FUNCTIONS, UNITS[::-1])
             yield KernelFamily(cls.source, "few_tokens_hidden", values, _possible_hidden, defines)
-            yield KernelFamily(cls.source, "few_tokens_down", (EACH, BOOLEANS, UNITS[::-1], BOOLEANS), defines=defines)
+            yield KernelFamily(cls.source, "few_tokens_hidden_adapted", adapted, defines=defines)
+            for name in ("few_tokens_down", "few_tokens_down_adapted"):
+                yield KernelFamily(cls.source, name, (EACH, BOOLEANS, UNITS[::-1], BOOLEANS), defines=defines)
 
     def supports(
-        self, tokens: int, spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices, has_shared: bool = False
+        self,
+        tokens: int,
+        spec: RouterSpec,
+        hidden: ExpertMatrices,
+        down: ExpertMatrices,
+        has_shared: bool = False,
+        adapted: bool = False,
     ) -> bool:
         """Whether the kernels take ``tokens`` tokens: inputs are quantized, and their codes fit shared memory.
 
         Several tokens are taken if they seldom have an expert in common. ``has_shared``: each token also has the shared
-        expert of :meth:`takes_shared`.
+        expert of :meth:`takes_shared`. ``adapted``: adapters add to the products, which have gates then.
         """
         pairs, num_sms = tokens * (spec.top_k + has_shared), self._launcher.num_sms
         if tokens > MAX_FEW_TOKENS or pairs > MAX_FEW_PAIRS or not (hidden.dynamic and down.dynamic):
@@ -104,10 +114,12 @@ class FewTokens:
         if tokens > 1 and tokens * spec.top_k > PAIRS_OF_EXPERTS * spec.num_experts:
             return False
         matrices = hidden.out_features // down.in_features
+        if adapted and matrices == 1:
+            return False
         rows = share_of(pairs * down.in_features, matrices, num_sms)[1]
-        first = self._shared(tokens, tokens, hidden.pitch, rows, 4)
+        first = self._shared(tokens, tokens, hidden.pitch, rows, 4 + 4 * adapted)
         rows = pairs * share_of(down.out_features, 1, num_sms)[1]
-        second = self._shared(tokens, pairs, down.pitch, rows, 12)
+        second = self._shared(tokens, pairs, down.pitch, rows, 12 + 4 * adapted)
         return max(first[0], second[0]) <= self._launcher.max_shared - STATIC_SHARED_MEMORY
 
     @staticmethod
@@ -136,31 +148,33 @@ class FewTokens:
         activation: ExpertActivation,
         out: cp.ndarray,
         shared: SharedExpertWeights | None = None,
+        side: PairSide | None = None,
     ) -> None:
         """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
 
         ``codes`` int8 ``[T, pitch]``, of rotated tokens if the weights rotate their input, and ``scales`` fp32 ``[T]``
         -> ``out`` fp16 ``[T * top_k, features]``. With a ``shared`` expert each token has ``top_k + 1`` rows, of which
-        the last is that of the shared expert.
+        the last is that of the shared expert. A ``side`` product, of pairs in their own order, is added to each.
         """
         tokens, spec = len(logits), router.spec
         pairs = tokens * (spec.top_k + (shared is not None))
         features = weight.out_features // (2 if activation.gated else 1)
         plan = self._plan(
-            "hidden",
+            "hidden" if side is None else "hidden_adapted",
             spec.num_experts,
             f"{BOOLEANS[activation.gated]}, {activation_number(activation)}",
             tokens,
             tokens,
             pairs * features,
             2 if activation.gated else 1,
-            4,
+            4 if side is None else 8,
             weight.pitch,
         )
         plan.kernel(
             plan.grid,
             FEW_THREADS,
             (
+                *(side.arguments if side is not None else ()),
                 *router.arguments,
                 logits.data.ptr,
                 codes.data.ptr,
@@ -199,8 +213,12 @@ class FewTokens:
         addend: Addend | None = None,
         shared: SharedExpertWeights | None = None,
         gate: cp.ndarray | None = None,
+        side: PairSide | None = None,
     ) -> None:
-        """The result from what :meth:`hidden`, which must be the kernel before, has written; fp32 ``[T, out]``.
+        """The result from what :meth:`hidden` has written; fp32 ``[T, out]``.
+
+        That must be the kernel before, but for one that writes the inputs of a ``side`` product, which is added to each
+        product; its pairs have their own order.
 
         Also ``topk_ids`` int32 and ``topk_weights`` fp32, ``[T, top_k]``. The kernel reads ``logits`` before its
         predecessor has ended. An ``addend`` is added to the sum, or the result of the ``shared`` expert, times its
@@ -211,14 +229,14 @@ class FewTokens:
         pairs = tokens * (spec.top_k + (shared is not None))
         values, pitch, factors = addend_arguments(addend)
         plan = self._plan(
-            "down",
+            "down" if side is None else "down_adapted",
             spec.num_experts,
             BOOLEANS[add],
             tokens,
             pairs,
             weight.out_features,
             pairs,
-            12,
+            12 if side is None else 16,
             weight.pitch,
             f", {BOOLEANS[weight.rotation > 1]}",
         )
@@ -226,6 +244,7 @@ class FewTokens:
             plan.grid,
             FEW_THREADS,
             (
+                *(side.arguments if side is not None else ()),
                 *router.arguments,
                 logits.data.ptr,
                 topk_ids.data.ptr,

@@ -124,10 +124,10 @@ class ExpertKernels:
                 source, features = array_source(latent), hidden.in_features
                 self._rows.transform(step, source, target, tokens, features, bytes_moved=moved, rotation=rotation)
         routing = Routing(*(empty((tokens, router.spec.top_k), kind) for kind in (np.int32, np.float32)))
-        is_few = self.few_tokens.supports(tokens, router.spec, hidden, layer.down, shared is not None)
-        assert adapters is None or shared is None
-        is_few = is_few and adapters is None
-        if layer.cached is not None or not is_few:
+        has_shared, adapted = shared is not None, adapters is not None
+        is_few = self.few_tokens.supports(tokens, router.spec, hidden, layer.down, has_shared, adapted)
+        assert not (has_shared and adapted)
+        if layer.cached is not None or adapted or not is_few:
             self.router.choose(step, logits, router, routing.ids, routing.weights)
         if layer.cached is not None:
             self.fetch.launch(step, routing.ids, layer.cached)
@@ -135,8 +135,22 @@ class ExpertKernels:
             pairs = tokens * (router.spec.top_k + (shared is not None))
             values = empty((pairs, round_up(layer.features, PAD)), np.float16)
             chosen, factors = (routing.ids, routing.weights), None if gate is None else gate[1]
-            self.few_tokens.hidden(step, logits, router, codes, scales, hidden, layer.activation, values, shared)
-            self.few_tokens.down(step, logits, router, values, layer.down, *chosen, out, add, addend, shared, factors)
+            before = behind = None
+            if adapters is not None:
+                slots, weights = empty((pairs,), np.int32), routing.weights if router.spec.scales_input else None
+                before, behind = (
+                    PairSide(of, slots, empty((pairs, of.columns), np.float16))
+                    for of in (adapters.adapters.hidden, adapters.adapters.down)
+                )
+                self.adapters.shrink_unsorted(step, adapters.x, weights, routing.ids, adapters.slots, before)
+            self.few_tokens.hidden(
+                step, logits, router, codes, scales, hidden, layer.activation, values, shared, before
+            )
+            if behind is not None:
+                self.adapters.shrink_unsorted(step, values, None, routing.ids, None, behind)
+            self.few_tokens.down(
+                step, logits, router, values, layer.down, *chosen, out, add, addend, shared, factors, behind
+            )
         else:
             inputs = rows if codes is None else (codes, scales)
             self.many_tokens(step, inputs, routing, layer, out, add, empty, addend, adapters)

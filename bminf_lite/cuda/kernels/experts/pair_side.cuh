@@ -14,9 +14,10 @@
 
 namespace bminf {
 
-// Of one weight of all experts. slots: of the sorted pairs; inputs: fp16 [pairs, sections * rank_pitch].
+// Of one weight of all experts, for sorted pairs, or for pairs in their own order. slots: of the pairs; inputs: fp16
+// [pairs, sections * rank_pitch].
 struct PairSide {
-    const int* slots;
+    int* slots;
     const char* adapters;
     long long adapter_stride;
     __half* inputs;
@@ -88,6 +89,19 @@ struct PairSums {
         const int own = __shfl_sync(FULL, first.slot, 0);
         if (own > 0) use(own);
     }
+    // Fetches the ranks of a tile's channels into the L2 cache.
+    __device__ __forceinline__ void prefetch(int slot, int expert, int channel) {
+        rank = side.rank(slot), known = slot;
+        if (!rank) return;
+        this->slot = slot, this->expert = expert, this->channel = channel;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) {
+            const __half *low, *high;
+            find_up(b, 0, low, high);
+            if (low) prefetch_l2(low);
+            if (high) prefetch_l2(high);
+        }
+    }
     // Of rows first to first + 7, of which those behind `last` are that one.
     __device__ __forceinline__ Inputs load(int first, int last) const {
         const int row = min(first + static_cast<int>(threadIdx.x) % WARP / 4, last);
@@ -124,6 +138,13 @@ struct PairSums {
         }
     }
 
+    // The sums of one row, in the place of each of the eight.
+    __device__ __forceinline__ void products_of(int row, int expert, int channel, float (&found)[4]) {
+        const Inputs inputs = load(row, row);
+        begin(expert, channel, inputs);
+        products(0, inputs, row, row, found);
+    }
+
 private:
     __device__ __forceinline__ void use(int slot) {
         this->slot = slot;
@@ -137,14 +158,21 @@ private:
         for (int s = 0; s < SECTIONS; ++s)
             ranks[s] = ld_global_cg_v2(side.inputs_of(row, s) + at + threadIdx.x % 4 * 4);
     }
-    // Of a gated weight, eight channels of the gate and then eight of up have the same outputs.
-    __device__ __forceinline__ void load_up(int b, int at, uint2& low, uint2& high) const {
+    // Where this lane's ranks of its two channels lie; null behind the last output. Of a gated weight, eight channels
+    // of the gate and then eight of up have the same outputs.
+    __device__ __forceinline__ void find_up(int b, int at, const __half*& low, const __half*& high) const {
         const __half* const up = side.up(slot, rank, expert) + at + threadIdx.x % 4 * 4;
         const int output = (channel + b * STRIDE) / SECTIONS + threadIdx.x % WARP / 4;
         const int other = IS_GATED ? output : output + 8, width = side.width;
+        low = output < width ? up + static_cast<size_t>(output) * rank : nullptr;
+        high = other < width ? up + static_cast<size_t>(other + (IS_GATED ? width : 0)) * rank : nullptr;
+    }
+    __device__ __forceinline__ void load_up(int b, int at, uint2& low, uint2& high) const {
+        const __half *from_low, *from_high;
+        find_up(b, at, from_low, from_high);
         low = high = uint2{};
-        if (output < width) low = ld_global_nc_v2(up + static_cast<size_t>(output) * rank);
-        if (other < width) high = ld_global_nc_v2(up + static_cast<size_t>(other + (IS_GATED ? width : 0)) * rank);
+        if (from_low) low = ld_global_nc_v2(from_low);
+        if (from_high) high = ld_global_nc_v2(from_high);
     }
     // Gate and up have inputs of their own, so each has sums of its own, of which the other's rows are zeros.
     __device__ __forceinline__ static void multiply(
