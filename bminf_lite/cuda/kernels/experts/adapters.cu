@@ -39,10 +39,11 @@ __device__ __forceinline__ uint4 times(const uint4& x, float factor) {
 // the chunks of a piece in order. Of each chunk a lane reads 8 neighbouring elements, which two mma take in turn. The
 // pieces are added one after another. AHEAD chunks are loaded together.
 template <bool SORTED, bool BY_PAIR, int TILES, int GROUPS>
-__global__ void __launch_bounds__(FLOAT_THREADS, 2) shrink_pairs(
+__global__ void __launch_bounds__(FLOAT_THREADS, SORTED ? 2 : 1) shrink_pairs(
     const PairSide side, const int* offsets, int experts, const int* order, int top_k, const __half* x,
     long long x_pitch, const float* factors, int k, const int* token_slots) {
-    constexpr int ROWS = TILES * 8, COLUMNS = GROUPS * RANKS, PITCH = COLUMNS + 4, AHEAD = TILES == 1 ? 6 : 1;
+    constexpr int ROWS = TILES * 8, COLUMNS = GROUPS * RANKS, PITCH = COLUMNS + 4;
+    constexpr int AHEAD = !SORTED ? 8 : TILES == 1 ? 4 : 1;
     static_assert(ROWS <= WARP);
     __shared__ ExpertTiles tiles;
     __shared__ float sums[WARPS][ROWS][PITCH];  // the pitch gives the lanes of a store different banks
