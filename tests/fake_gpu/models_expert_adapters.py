@@ -26,7 +26,7 @@ class PairSide:
 
     def __init__(self, call: Call, pairs: int):
         self.call = call
-        self.slots = call.vector("slots", pairs, np.int32)
+        self.slots = call.vector("pair_slots", pairs, np.int32)
         columns = call.sections * call.rank_pitch
         self.inputs = call.rows("inputs", pairs, columns, columns, HALF).reshape(pairs, call.sections, call.rank_pitch)
         call.require(call.rank_pitch % 16 == 0 and call.down_pitch % 32 == 0 and call.adapter_stride % 64 == 0, "sizes")
@@ -67,7 +67,7 @@ def shrink_pairs(call: Call) -> None:
     pairs = len(experts)
     if call.token_slots:
         tokens = call.vector("token_slots", -(-pairs // call.top_k), np.int32)
-        call.vector("slots", pairs, np.int32)[...] = tokens[order // call.top_k]
+        call.vector("pair_slots", pairs, np.int32)[...] = tokens[order // call.top_k]
     side = PairSide(call, pairs)
     covered = across * call.number("GROUPS") * 16 == call.sections * call.rank_pitch
     call.require(covered and call.launch.block == EXPERT_FLOAT_THREADS, "threads or blocks")

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, SORTED ? 2 : 1) shrink_pairs(
     int own = 0;
     if (lane < tile.rows)
         own = token_slots ? __ldcg(token_slots + (tile.row + lane) / top_k) : side.slot(tile.row + lane);
-    if (token_slots && blockIdx.x == 0 && threadIdx.x < tile.rows) side.slots[tile.row + threadIdx.x] = own;
+    if (token_slots && blockIdx.x == 0 && threadIdx.x < tile.rows) side.pair_slots[tile.row + threadIdx.x] = own;
     unsigned left = __ballot_sync(FULL, own > 0);
 #pragma unroll 1
     for (int turn = 0; left; ++turn) {

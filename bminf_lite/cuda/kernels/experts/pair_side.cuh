@@ -14,16 +14,16 @@
 
 namespace bminf {
 
-// Of one weight of all experts, for sorted pairs, or for pairs in their own order. slots: of the pairs; inputs: fp16
+// Of one weight of all experts, for sorted pairs, or for pairs in their own order. pair_slots: theirs; inputs: fp16
 // [pairs, sections * rank_pitch].
 struct PairSide {
-    int* slots;
+    int* pair_slots;
     const char* adapters;
     long long adapter_stride;
     __half* inputs;
     int sections, rank_pitch, down_pitch, width;
 
-    __device__ __forceinline__ int slot(int row) const { return __ldcg(slots + row); }
+    __device__ __forceinline__ int slot(int row) const { return __ldcg(pair_slots + row); }
     __device__ __forceinline__ const char* adapter(int slot) const { return adapters + (slot - 1) * adapter_stride; }
     __device__ __forceinline__ int rank(int slot) const {
         return slot > 0 ? *reinterpret_cast<const int*>(adapter(slot)) : 0;
