@@ -35,7 +35,7 @@ from .loading import Weights
 
 T = TypeVar("T")
 
-PRODUCTS = {"product", "linear", "linear_add", "gated_linear", "activated_linear"}
+PRODUCTS = {"product", "linear", "linear_add", "linear_add_of_ranks", "gated_linear", "activated_linear"}
 """The backend's operations that multiply an activation ``x`` by a ``weight``."""
 
 

@@ -249,6 +249,8 @@ def test_all_reduce_add(backend, seed, rows, width, outputs, kind, function):
                 backend.linear(x, weight, fp32=True), backend.vector(bias), backend.array(residual)
             )
             found.append(backend.host(y).copy())
+            again = backend.linear_add_of_ranks(x, weight, backend.vector(bias), backend.array(residual))
+            np.testing.assert_array_equal(backend.host(again), found[-1])
             sums.append(backend.host(backend.all_reduce_add(backend.linear(x, weight, fp32=True))).copy())
         finally:
             backend.communicator = OneRank()
