@@ -372,16 +372,17 @@ def measure_texts(options: argparse.Namespace) -> None:
         config = replace(drafts, num_speculative_tokens=count, adaptive=options.adaptive)
         for kind, found in zip(kinds, write_all(options, config, kinds), strict=True):
             own = plain[kind]
+            tokens = sum(map(len, found.tokens))
             speed = own.seconds / own.count, found.seconds / found.count
             if options.check_cost is None:
                 of_plain = speed[0] / speed[1]
             else:
-                of_plain = found.count / (found.count - found.accepted + found.checks * (options.check_cost - 1))
+                of_plain = tokens / (tokens - found.accepted + found.checks * (options.check_cost - 1))
             line = {
                 "text": kind[0].name,
                 "temperature": kind[1],
                 "guesses": count,
-                "tokens": found.count,
+                "tokens": tokens,
                 "equal": found.tokens == own.tokens,
                 "tokens_per_check": round(1 + found.accepted / max(found.checks, 1), 2),
                 "plain_tokens_per_second": round(1 / speed[0], 1),

@@ -22,11 +22,12 @@ from ..models._eagle3 import Eagle3Config
 class Head(torch.nn.Module):
     """A head whose parameters are the tensors of its file, but for ``fc``.
 
-    The model's streams grow from layer to layer. They are divided by ``stream_scales``, one for each layer that the
-    head reads, so that no layer drowns the others, and the file's ``fc`` has the quotients.
+    The model's streams are divided by ``stream_scales`` fp32 ``[layers * features]``, and the file's ``fc`` has the
+    quotients: streams grow from layer to layer, and a few features may be 30 times as large as the others, so that they
+    would drown all else for long.
     """
 
-    def __init__(self, config: Eagle3Config, seed: int, stream_scales: Sequence[float] | None = None):
+    def __init__(self, config: Eagle3Config, seed: int, stream_scales: torch.Tensor | None = None):
         super().__init__()
         self.config = config
         self.values = torch.nn.ParameterDict()
@@ -40,8 +41,8 @@ class Head(torch.nn.Module):
         assert rotary is not None
         assert rotary.size == config.head_dim, "heads of the LLaMA family are rotated as a whole"
         self.frequencies = torch.nn.Buffer(torch.from_numpy(np.asarray(rotary.frequencies, np.float32)))
-        scales = [1.0] * config.num_features if stream_scales is None else list(stream_scales)
-        self.factors = torch.nn.Buffer((1 / torch.tensor(scales)).repeat_interleave(config.target_hidden_size))
+        size = config.num_features * config.target_hidden_size
+        self.factors = torch.nn.Buffer(torch.ones(size) if stream_scales is None else 1 / stream_scales)
 
     def weight(self, name: str) -> torch.Tensor:
         """The tensor ``{name}.weight``."""

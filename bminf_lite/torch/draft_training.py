@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ LOGITS = 2**27
 """The most logits that are computed at a time."""
 SORTED = 16
 """Batches whose texts are sorted by their lengths, so that they are padded little."""
+SAMPLE = 8192
+"""About the most tokens of which sizes of features are taken."""
 ABSENT = -1
 """The number of a token that the head lacks."""
 READ = ("tokens", "streams", "labels", "probabilities", "embeddings")
@@ -161,13 +163,13 @@ def train(
     ``report`` is called behind each epoch. On a GPU products are computed in bf16, and sums in fp32.
     """
     torch.manual_seed(options.seed)
-    width = config.target_hidden_size
-    sample = texts.streams[:: max(len(texts.tokens) // 4096, 1)].float().unflatten(1, (-1, width))
-    head = Head(config, options.seed, sample.pow(2).mean((0, 2)).sqrt().clamp(min=1e-6).tolist()).to(device)
+    head = Head(config, options.seed, stream_scales(texts)).to(device)
     number_of = torch.full((config.vocab_size,), ABSENT, dtype=torch.int64)
     number_of[torch.from_numpy(tokens)] = torch.arange(len(tokens))
     batches = Batches(texts, number_of, device)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        head.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=device != "cpu"
+    )
     random = np.random.default_rng(options.seed)
     begin, done, total = time.monotonic(), 0, options.epochs * len(batches.order(random, options.batch))
     for epoch in range(options.epochs):
@@ -181,7 +183,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = options.rate * schedule(progress)
             with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-                loss, right = _loss(head, batches, rows, options.steps)
+                loss, right = _loss(head, batches.read(rows, options.steps))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -198,6 +200,17 @@ def train(
     return head.tensors()
 
 
+def stream_scales(texts: TrainingTexts) -> torch.Tensor:
+    """The median size of each feature of the streams, fp32 ``[layers * features]``.
+
+    Of models such as LLaMA, the first token of a text has features that are 1,000 times as large as those of others. A
+    median does not see them.
+    """
+    sample = texts.streams[:: max(len(texts.tokens) // SAMPLE, 1)].float().abs()
+    found = sample.median(0).values
+    return found.clamp(min=max(float(found.median()) / 100, 1e-6))
+
+
 def schedule(progress: float) -> float:
     """The rate, of the largest, when this part of training is done."""
     if progress < WARM_UP:
@@ -205,14 +218,29 @@ def schedule(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))
 
 
+class Batch(NamedTuple):
+    """Some texts, whose rows hold any values behind their ends.
+
+    - ``embedded`` fp32 and ``streams`` fp16 ``[B, T, …]``.
+    - ``labels`` int64 ``[B, T, K]`` are the labels' numbers in the head, and ``weights`` fp32 their shares. These are 0
+      for labels that the head lacks, and all of them where it lacks the most likely one.
+    - ``guessed``: for each step the tokens of ``[B * T]`` that a chain can have reached. It begins behind the prompt.
+    """
+
+    embedded: torch.Tensor
+    streams: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    guessed: Sequence[torch.Tensor]
+
+
 class Batches:
     """Texts, of which some at a time come to ``device``, or lie there if they take less than half of what is free."""
 
     def __init__(self, texts: TrainingTexts, number_of: torch.Tensor, device: str):
-        learnt = texts.learnt
-        if device != "cpu" and texts.nbytes < torch.cuda.mem_get_info(device)[0] // 2:
-            texts, learnt, number_of = texts.to(device), learnt.to(device), number_of.to(device)
-        self.texts, self.device, self.learnt, self.number_of = texts, device, learnt, number_of
+        if device != "cpu" and texts.nbytes < torch.cuda.mem_get_info()[0] // 2:
+            texts, number_of = texts.to(device), number_of.to(device)
+        self.texts, self.device, self.number_of = texts, device, number_of
         self.place = texts.tokens.device
         self.lengths = np.diff(texts.starts)
 
@@ -232,72 +260,81 @@ class Batches:
             found.append(batch)
         return [np.array(found[i]) for i in random.permutation(len(found))]
 
-    def read(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Embeddings and streams ``[B, T, …]`` of the texts ``rows``, any behind their ends, which tokens a head
-        guesses behind, bool ``[B, T]``, and of all tokens the labels' numbers in the head and their probabilities
-        ``[B, T, K]``.
-        """
-        texts, lengths = self.texts, torch.from_numpy(self.lengths[rows])
-        places = torch.arange(int(lengths.max()))[None]
-        valid = places < lengths[:, None]
-        at = torch.where(valid, torch.from_numpy(texts.starts[rows])[:, None] + places, 0)
-        at, valid = at.to(self.place), valid.to(self.place)
+    def read(self, rows: np.ndarray, steps: int) -> Batch:
+        """The texts ``rows``, for as many ``steps``."""
+        texts, lengths = self.texts, self.lengths[rows, None]
+        places = np.arange(int(lengths.max()))[None]
+        valid, prompts = places < lengths, texts.prompts[rows, None]
+        at = self._sent(np.where(valid, texts.starts[rows, None] + places, 0), self.place)
+        guessed = [valid & (places >= prompts + step) & (places > step) for step in range(steps)]
         labels = self.number_of[texts.labels[at].long()]
-        wanted = valid & self.learnt[at] & (labels[..., 0] >= 0)
         weights = texts.probabilities[at].float() * (labels >= 0)
-        found = texts.embeddings[texts.tokens[at]].float(), texts.streams[at], wanted, labels.clamp(min=0), weights
-        return tuple(x.to(self.device) for x in found)
+        weights = torch.where(labels[..., :1] >= 0, weights / weights.sum(-1, keepdim=True).clamp(min=1e-9), 0)
+        rest = [self._sent(np.flatnonzero(own), self.device) for own in guessed]
+        return Batch(
+            texts.embeddings[texts.tokens[at]].to(self.device).float(),
+            texts.streams[at].to(self.device),
+            labels.clamp(min=0).to(self.device),
+            weights.to(self.device),
+            rest,
+        )
+
+    def _sent(self, x: np.ndarray, device: Any) -> torch.Tensor:
+        """Integers on a device, without waiting for it."""
+        found = torch.from_numpy(np.ascontiguousarray(x))
+        return found.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else found
 
 
-def _loss(head: Head, batches: Batches, rows: np.ndarray, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss(head: Head, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted mean of the steps' cross-entropies, and how many guesses of each are right, and are made."""
-    embedded, streams, wanted, labels, weights = batches.read(rows)
-    prompts = torch.from_numpy(batches.texts.prompts[rows]).to(wanted.device)[:, None]
-    places = torch.arange(wanted.shape[1], device=wanted.device)[None]
-    matrix = head.weight(eagle3.HEAD)
-    total = torch.zeros((), device=wanted.device)
-    counts = []
-    for step, x in enumerate(head.hidden(embedded, streams, steps)):
-        own = wanted & (places >= prompts + step) & (places > step)  # the chain begins behind the prompt's end
-        loss, right = SoftCrossEntropy.apply(x[own], matrix, labels[own], weights[own])  # type: ignore[no-untyped-call]
+    matrix, labels, weights = head.weight(eagle3.HEAD), batch.labels.flatten(0, 1), batch.weights.flatten(0, 1)
+    total, counts, steps = torch.zeros((), device=matrix.device), [], len(batch.guessed)
+    hidden = head.hidden(batch.embedded, batch.streams, steps)
+    for step, (x, at) in enumerate(zip(hidden, batch.guessed, strict=True)):
+        own = x.flatten(0, 1)[at], matrix, labels[at], weights[at]
+        loss, count = SoftCrossEntropy.apply(*own)  # type: ignore[no-untyped-call]
         total = total + STEP_WEIGHT**step * loss
-        counts.append(torch.stack([right, own.sum()]))
+        counts.append(count)
     return total / sum(STEP_WEIGHT**step for step in range(steps)), torch.stack(counts, dim=1)
 
 
 class SoftCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of ``x @ matrix.T``, whose gradients are computed at once, some rows at a time.
 
-    So no more than :data:`LOGITS` logits lie in memory. The second result counts the rows whose largest logit is that
-    of their first label.
+    So no more than :data:`LOGITS` logits lie in memory. The second result, int64 ``[2]``, counts the rows whose largest
+    logit is that of their first label, and all rows. Those without weights are left out.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, matrix: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x [n, features]``, ``matrix [vocab, features]``, ``labels`` and ``weights`` ``[n, K]``."""
+        """``x [n, features]``, ``matrix [vocab, features]``, ``labels`` and ``weights`` ``[n, K]``.
+
+        The weights of a row sum to 1, or to 0.
+        """
         dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype
         cast, of_matrix, of_x = matrix.to(dtype), torch.zeros_like(matrix), torch.empty_like(x)
-        weights = weights.float() / weights.float().sum(1, keepdim=True) / max(len(x), 1)
+        known = weights.sum(1) > 0
+        shares = weights.float() / known.sum().clamp(min=1)
         loss, right = torch.zeros((), device=x.device), torch.zeros((), device=x.device, dtype=torch.int64)
         count = max(LOGITS // len(matrix), 1)
         with torch.autocast(x.device.type, enabled=False):
             for start in range(0, len(x), count):
                 some = slice(start, start + count)
-                rows, own, weight = x[some].to(dtype), labels[some], weights[some]
+                rows, own, share = x[some].to(dtype), labels[some], shares[some]
                 logits = (rows @ cast.T).float()
-                right += (logits.argmax(1) == own[:, 0]).sum()
+                right += ((logits.argmax(1) == own[:, 0]) & known[some]).sum()
                 logits = logits.log_softmax(1)
-                loss -= (weight * logits.gather(1, own)).sum()
-                gradient = logits.exp_() * (1 / max(len(x), 1))
-                gradient.scatter_add_(1, own, -weight)
-                gradient = gradient.to(dtype)
+                loss -= (share * logits.gather(1, own)).sum()
+                gradient = logits.exp_().mul_(share.sum(1, keepdim=True))
+                gradient = gradient.scatter_add_(1, own, -share).to(dtype)
                 of_x[some] = gradient @ cast
                 of_matrix += gradient.T @ rows
+        counts = torch.stack([right, known.sum()])
         ctx.save_for_backward(of_x, of_matrix)
-        ctx.mark_non_differentiable(right)
-        return loss, right
+        ctx.mark_non_differentiable(counts)
+        return loss, counts
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> Any:  # type: ignore[override]

@@ -79,7 +79,7 @@ def test_each_step_is_a_guess_of_the_engine(norm_before_residual: bool) -> None:
     rng, tokens = np.random.default_rng(1), 12
     embedded = rng.standard_normal((tokens, WIDTH)).astype(np.float32)
     streams = rng.standard_normal((LAYERS, tokens, WIDTH)).astype(np.float32)
-    trained = Head(config, 3, stream_scales=(0.5, 1.0, 3.0))
+    trained = Head(config, 3, stream_scales=torch.linspace(0.5, 3, LAYERS * WIDTH))
     with torch.no_grad():
         joined = torch.from_numpy(streams).movedim(0, 1).flatten(1)
         steps = trained(torch.from_numpy(embedded)[None], joined[None], 4)
@@ -159,12 +159,15 @@ def test_what_is_learnt_lies_behind_prompts() -> None:
     number_of = torch.arange(VOCAB) - 2
     number_of[15] = ABSENT
     batches = Batches(texts, number_of, "cpu")
-    embedded, streams, wanted, labels, weights = batches.read(np.array([1, 0]))
-    assert embedded[..., 0].tolist() == [list(range(10, 22)), [*range(8), 0, 0, 0, 0]]
-    assert streams[0, 5, ::WIDTH].tolist() == [15.0] * LAYERS
-    assert wanted[0].tolist() == [False] * 3 + [True] + [False] + [True] * 7, "a label that the head lacks is left out"
-    assert wanted[1].tolist() == [False] * 3 + [True] * 5 + [False] * 4
-    assert labels[1, 3:8, 0].tolist() == [2, 3, 4, 5, 6] and weights[1, 3].tolist() == [1.0] + [0.0] * (NUM_LABELS - 1)
+    found = batches.read(np.array([1, 0]), 2)
+    assert found.embedded[..., 0].tolist() == [list(range(10, 22)), [*range(8), 0, 0, 0, 0]]
+    assert found.streams[0, 5, ::WIDTH].tolist() == [15.0] * LAYERS
+    first, second = ([divmod(i, 12) for i in own.tolist()] for own in found.guessed)
+    assert first == [(0, i) for i in range(3, 12)] + [(1, i) for i in range(3, 8)]
+    assert second == [(0, i) for i in range(4, 12)] + [(1, i) for i in range(4, 8)], "behind a guess"
+    assert found.labels[1, 3:8, 0].tolist() == [2, 3, 4, 5, 6]
+    assert found.weights[1, 3].tolist() == [1.0] + [0.0] * (NUM_LABELS - 1)
+    assert not found.weights[0, 4].any() and found.labels[0, 4, 0] == 0, "a label that the head lacks is left out"
 
 
 def test_each_text_is_in_one_batch() -> None:
@@ -184,14 +187,17 @@ def test_the_loss_is_a_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
     labels = torch.stack([torch.randperm(9)[:3] for _ in range(7)])
     weights = torch.rand(7, 3, dtype=torch.float64)
-    shares = torch.zeros(7, 9, dtype=torch.float64).scatter(1, labels, weights / weights.sum(1, keepdim=True))
+    weights /= weights.sum(1, keepdim=True)
+    weights[4] = 0
+    known = torch.arange(7) != 4
+    shares = torch.zeros(7, 9, dtype=torch.float64).scatter(1, labels, weights)
     logits = x @ matrix.T
-    expected = torch.nn.functional.cross_entropy(logits, shares)
+    expected = torch.nn.functional.cross_entropy(logits[known], shares[known])
     gradients = torch.autograd.grad(3 * expected, [x, matrix])
     for rows in (1, 3, 100):
         monkeypatch.setattr(draft_training, "LOGITS", 9 * rows)
         loss, right = SoftCrossEntropy.apply(x, matrix, labels, weights)  # type: ignore[no-untyped-call]
-        assert right == (logits.argmax(1) == labels[:, 0]).sum()
+        assert right.tolist() == [int((logits.argmax(1) == labels[:, 0])[known].sum()), 6]
         torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)  # logits are summed in fp32
         for own, other in zip(torch.autograd.grad(3 * loss, [x, matrix]), gradients, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
@@ -203,7 +209,7 @@ def test_no_guess_at_all_costs_nothing() -> None:
         x, matrix, torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3)
     )
     loss.backward()
-    assert loss == 0 and right == 0 and not matrix.grad.any()  # type: ignore[union-attr]
+    assert loss == 0 and right.tolist() == [0, 0] and not matrix.grad.any()  # type: ignore[union-attr]
 
 
 def test_the_rate_grows_and_falls() -> None:
