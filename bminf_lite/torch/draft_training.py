@@ -120,7 +120,9 @@ class Progress:
 
 def torch_device(device: str) -> str:
     """Where torch computes for a model on ``device``, which is that of :func:`bminf_lite.load`."""
-    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    if device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    return device if device.startswith("cuda:") else "cuda"
 
 
 def on_host(x: Any, turn_back: np.ndarray | None = None) -> torch.Tensor:
@@ -182,7 +184,7 @@ def train(
                 break
             for group in optimizer.param_groups:
                 group["lr"] = options.rate * schedule(progress)
-            with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
                 loss, right = _loss(head, batches.read(rows, options.steps))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -238,7 +240,7 @@ class Batches:
     """Texts, of which some at a time come to ``device``, or lie there if they take less than half of what is free."""
 
     def __init__(self, texts: TrainingTexts, number_of: torch.Tensor, device: str):
-        if device != "cpu" and texts.nbytes < torch.cuda.mem_get_info()[0] // 2:
+        if device != "cpu" and texts.nbytes < torch.cuda.mem_get_info(number_of.to(device).device)[0] // 2:
             texts, number_of = texts.to(device), number_of.to(device)
         self.texts, self.device, self.number_of = texts, device, number_of
         self.place = texts.tokens.device

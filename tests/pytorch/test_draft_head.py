@@ -45,6 +45,7 @@ from bminf_lite.torch.draft_training import (
     TrainingTexts,
     draft_tokens,
     schedule,
+    torch_device,
     train,
 )
 
@@ -219,6 +220,13 @@ def test_the_rate_grows_and_falls() -> None:
     assert rates[: top + 1] == sorted(rates[: top + 1]) and rates[top:] == sorted(rates[top:], reverse=True)
 
 
+def test_where_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [torch_device(name) for name in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda", "cuda", "cuda:1", "cpu"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch_device("auto") == "cpu"
+
+
 def test_draft_tokens_are_the_most_frequent() -> None:
     assert draft_tokens(np.array([7, 7, 3, 9, 3, 1]), 2).tolist() == [3, 7]
     assert draft_tokens(np.array([7, 7, 3]), 4).tolist() == [0, 1, 3, 7]
@@ -261,6 +269,31 @@ def test_what_a_model_computes_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(found.probabilities[some].float(), largest, rtol=0, atol=0.02)
             assert (found.labels[some][:, 0] == labels[:, 0]).float().mean() > 0.8
         assert not found.embeddings.isnan().any() and bool(found.embeddings[tokens].any(1).all())
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_what_the_cpu_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of several lengths in one batch. The emulated GPU's arrays have no DLPack: copies take its place."""
+    real = torch.from_dlpack
+    monkeypatch.setattr(torch, "from_dlpack", lambda x: torch.from_numpy(x.get()) if is_emulated(x) else real(x))
+    config = replace(eagle3.parse(head_config(DEMO, 64, None)), has_embedding=False)
+    rng = np.random.default_rng(6)
+    written = [(2, rng.integers(2048, size=count).tolist()) for count in (9, 30, 12, 20)]
+    found = []
+    for device in ("cpu", "cuda"):
+        with bminf_lite.load(DEMO, device=device, speculative="none") as model:
+            found.append(read_written(model, written, config, is_rotated=False))
+    cpu, gpu = found
+    assert torch.equal(cpu.tokens, gpu.tokens) and torch.equal(cpu.embeddings, gpu.embeddings)
+    # activations are fp16 on a GPU, and int8 codes of them may move by one
+    spread = (cpu.streams - gpu.streams).float().square().mean() / cpu.streams.float().square().mean()
+    assert spread < 1e-3
+    torch.testing.assert_close(gpu.probabilities[:, 0], cpu.probabilities[:, 0], rtol=0, atol=0.1)
+    assert (gpu.labels[:, 0] == cpu.labels[:, 0]).float().mean() > 0.8
+
+
+def is_emulated(x: Any) -> bool:
+    return type(x).__module__.startswith("fake_gpu")
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
