@@ -151,6 +151,7 @@ SIZES = (
     Sizes(3, 3, 12, 12, norm=(3, True)),
     Sizes(1, 2, 64, 128, norm=(2, False), step_limits=(0.2, 0.9)),
     Sizes(2, 4, 32, 256, norm=(2, True)),
+    Sizes(1, 2, 72, 20, norm=(1, True)),  # a head has two blocks
 )
 each_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
 

@@ -34,9 +34,10 @@ INTERPRETED = {
     "attention/prepare_heads.cu", "attention/prefill.cu", "attention/latent_few.cu", "attention/prefill_merge.cu",
     "attention/latent_hopper.cu", "rowwise/layer_inputs.cu", "attention/head_products_hopper.cu",
     "attention/latent_queries.cu", "experts/adapters.cu", "collective/divided_rows.cu", "recurrent/delta_token.cu",
+    "recurrent/mamba2_token.cu",
 }  # fmt: skip
 """Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
-CLUSTERS = {"attention/latent_few.cu", "recurrent/delta_token.cu"}
+CLUSTERS = {"attention/latent_few.cu", "recurrent/delta_token.cu", "recurrent/mamba2_token.cu"}
 """Of these, sources whose clusters have no mbarriers, so that their own code runs here too."""
 Model = Callable[["Call"], None]
 MODELS: dict[str, Model] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -174,15 +175,20 @@ def delta_output(call: Call) -> None:
     store_keys(call, inputs.keys)
 
 
-@model
-def delta_token(call: Call) -> None:
-    (blocks, key_heads, rows), cu_seqlens, sizes = call.launch.grid, sequences_of(call)[0], sizes_of(call)
+def of_one_token(
+    call: Call, kind: type[Chunk], inputs_of: Callable[[Call, int, np.ndarray], Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Outputs of a step of one token of each sequence, fp32 ``[T, values]``, their gates, and where results go.
+
+    The convolution comes before; ``inputs_of`` makes inputs of its results. ``out`` has rows for padding too.
+    """
+    (blocks, key_heads, rows), sizes = call.launch.grid, sizes_of(call)
+    cu_seqlens, context_lens, slots, _ = sequences_of(call)
     tokens, (_, heads, _, dim) = int(cu_seqlens[-1]), sizes
     call.require(max(np.diff(cu_seqlens), default=0) <= 1 and not call.has_drafts, "a token of each sequence")
     call.require(key_heads == call.key_heads and blocks == call.launch.cluster, "blocks are missing")
     parts_fit = call.parts * TOKEN_COLUMNS >= dim and blocks == heads // key_heads * call.parts
     call.require(parts_fit and call.num_taps <= TOKEN_TAPS, "blocks are missing")
-    slots = sequences_of(call)[2]
     of_slots, shape = int(slots.max(initial=0)) + 1, (call.input_rows, call.channels)
     flat = call.rows("inputs", of_slots, call.inputs_pitch, int(np.prod(shape)), F16, 2)
     ring = np.lib.stride_tricks.as_strided(flat, (of_slots, *shape), (flat.strides[0], 2 * call.channels, 2))
@@ -190,21 +196,36 @@ def delta_token(call: Call) -> None:
         call.vector("taps", call.num_taps * call.channels, F32).reshape(call.num_taps, -1),
         call.vector("bias", call.channels, F32) if call.bias else None,
     )
-    batch = ForwardBatch(np.zeros(tokens), *sequences_of(call)[:2], (slots[:, None],), call.count, 0, 0)
+    batch = ForwardBatch(np.zeros(tokens), cu_seqlens, context_lens, (slots[:, None],), call.count, 0, 0)
     own = call.rows("rows", tokens, call.rows_pitch, call.channels, F16, 2)
-    inputs, _ = inputs_of(call, tokens, silu(convolution_of(own, convolution, ring, slots, batch)))
+    inputs = inputs_of(call, tokens, silu(convolution_of(own, convolution, ring, slots, batch)))
     cache, x = StateCache(slot_arrays(call, of_slots, sizes)), np.empty((tokens, heads, dim), F32)
     for b, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
         if first < end:
-            start = int(call.vector("context_lens", call.count, np.int32)[b])
-            x[first] = chunked_state.outputs(
-                DeltaChunk, inputs.of(slice(first, end)), cache, int(slots[b]), start, False
-            )
+            of_token, slot, start = inputs.of(slice(first, end)), int(slots[b]), int(context_lens[b])
+            x[first] = chunked_state.outputs(kind, of_token, cache, slot, start, False)
     gate = call.rows("gate", rows, call.gate_pitch, heads * dim, F16, 2).astype(F32)
     out = call.rows("out", rows, call.out_pitch, heads * dim, F16, 2)
-    norm = Norm(call.vector("norm_weight", dim, F32), call.eps)
-    out[:tokens] = normalise(x, norm).reshape(tokens, heads * dim) * silu(gate[:tokens])
     out[tokens:] = 0
+    return x.reshape(tokens, heads * dim), gate[:tokens], out[:tokens]
+
+
+@model
+def delta_token(call: Call) -> None:
+    x, gate, out = of_one_token(call, DeltaChunk, lambda call, tokens, mixed: inputs_of(call, tokens, mixed)[0])
+    heads, norm = x.reshape(-1, call.value_dim), Norm(call.vector("norm_weight", call.value_dim, F32), call.eps)
+    out[...] = normalise(heads, norm).reshape(x.shape) * silu(gate)
+
+
+@model
+def state_token(call: Call) -> None:
+    call.require(call.key_dim <= call.number("N"), "the state has more rows than the kernel")
+    x, gate, out = of_one_token(call, mamba2.StateSpaceChunk, state_space_inputs)
+    norm = None
+    if call.norm_weight:
+        weight = Norm(call.vector("norm_weight", x.shape[1], F32), call.eps)
+        norm = GatedNorm(weight, call.key_heads, bool(call.norm_first))
+    out[...] = mamba2.gated(x, gate, norm)
 
 
 def store_keys(call: Call, keys: np.ndarray) -> None:
@@ -226,14 +247,16 @@ def store_keys(call: Call, keys: np.ndarray) -> None:
             arrays["end"][slot] = (start + end - first - 1) // CHUNK * CHUNK
 
 
-def state_space_inputs(call: Call, tokens: int) -> mamba2.TokenInputs:
-    """What the state space of Mamba 2 reads of the tokens."""
+def state_space_inputs(call: Call, tokens: int, convolved: np.ndarray | None = None) -> mamba2.TokenInputs:
+    """What the state space of Mamba 2 reads of the tokens; ``convolved``: where one kernel does all."""
     none: Any = None
     groups, heads, state_dim, head_dim = sizes_of(call)
     vectors = (call.vector(name, heads, F32) for name in ("decay_rates", "step_bias", "skip"))
     limits = call.min_step, call.max_step
     spec = Mamba2Spec(groups, heads, head_dim, state_dim, none, *vectors, limits)
-    mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
+    mixed = convolved
+    if mixed is None:
+        mixed = call.rows("mixed", tokens, call.mixed_pitch, spec.channels, F32, 4)
     steps = call.rows("steps", tokens, call.steps_pitch, heads, F16, 2)
     return mamba2.token_inputs(mixed, steps, spec)
 

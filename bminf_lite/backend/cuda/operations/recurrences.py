@@ -102,6 +102,13 @@ class CudaRecurrenceOperations(CudaDevice, RecurrenceOperations):
             )
         rows, table = self.materializer.to_half(inputs), batch.block_tables[cache.group]
         tokens, features, channels = len(rows), spec.features, spec.channels
+        if self.kernels.mamba2.computes_token(spec, batch):
+            out = self.arrays.rows(tokens, features, np.float16)
+            self.kernels.mamba2.launch_token_of(
+                self.kernels.step, rows[:, features:], rows[:, features + channels :], rows[:, :features], spec, cache,
+                table, batch, out,
+            )  # fmt: skip
+            return out
         mixed, found = (self.arrays.rows(tokens, width, np.float32) for width in (channels, features))
         self.kernels.short_convolution.launch(
             self.kernels.step, rows[:, features:], spec.convolution, cache["inputs"], table, batch, mixed

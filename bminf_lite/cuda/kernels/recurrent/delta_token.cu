@@ -4,9 +4,10 @@
 
 using namespace bminf;
 
-// out = fp16(norm(x) * silu(gate)), of a block's columns of a head: see `delta_output`. A lane has four of them, the
-// first of which is `column` of the head. The sum of the norm has the order of `delta_output`.
+// out = fp16(norm(x) * silu(gate)) of a head: see `delta_output`, which has the same order of sums. The OUTPUT_WARP
+// writes the block's columns; a lane has four of them, from `first` on.
 struct GatedHead {
+    static constexpr bool IS_OF_GROUP = false;
     static constexpr int COUNT = 4, LANES = TOKEN_COLUMNS / COUNT;
     const __half* gate;
     long long gate_pitch;
@@ -14,27 +15,28 @@ struct GatedHead {
     __half* out;
     long long out_pitch;
     float eps;
-    int size, column;
-    bool is_inside[COUNT];
+    int size, first;
     float weights[COUNT], gates[COUNT];
 
-    __device__ __forceinline__ void place(const Recurrence& net, int token, int head, int first) {
-        const int lane = threadIdx.x % WARP;
-        size = net.value_dim, column = first + lane * COUNT;
-        gate += token * gate_pitch + head * size + column;
-        out += token * out_pitch + head * size + column;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) is_inside[i] = lane < LANES && column + i < size;
+    __device__ __forceinline__ bool is_inside(int i) const {
+        return threadIdx.x / WARP == OUTPUT_WARP && threadIdx.x % WARP < LANES && first + i < size;
+    }
+    __device__ __forceinline__ void place(const Recurrence& net, int token, int head, int column) {
+        size = net.value_dim, first = column / TOKEN_COLUMNS * TOKEN_COLUMNS + threadIdx.x % WARP * COUNT;
+        gate += token * gate_pitch + head * size + first;
+        out += token * out_pitch + head * size + first;
     }
     __device__ __forceinline__ void load_weights() {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) weights[i] = is_inside[i] ? norm_weight[column + i] : 0.0f;
+        for (int i = 0; i < COUNT; ++i) weights[i] = is_inside(i) ? norm_weight[first + i] : 0.0f;
     }
     __device__ __forceinline__ void load_gates() {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) gates[i] = is_inside[i] ? __half2float(gate[i]) : 0.0f;
+        for (int i = 0; i < COUNT; ++i) gates[i] = is_inside(i) ? __half2float(gate[i]) : 0.0f;
     }
-    __device__ __forceinline__ void write(const float* x) const {
+    __device__ __forceinline__ float finish(float y) const { return y; }
+    __device__ __forceinline__ void write(const float* x, bool) const {
+        if (threadIdx.x / WARP != OUTPUT_WARP) return;
         float sum = 0;
         for (int d = threadIdx.x % WARP * COUNT; d < size; d += WARP * COUNT)
 #pragma unroll
@@ -44,15 +46,15 @@ struct GatedHead {
         const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            if (!is_inside[i]) continue;
-            const float y = __fmul_rn(__fmul_rn(x[column + i], weights[i]), inverse), z = gates[i];
+            if (!is_inside(i)) continue;
+            const float y = __fmul_rn(__fmul_rn(x[first + i], weights[i]), inverse), z = gates[i];
             out[i] = __float2half_rn(__fmul_rn(y, __fdiv_rn(z, __fadd_rn(1.0f, expf(-z)))));
         }
     }
     __device__ __forceinline__ void clear() const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
-            if (is_inside[i]) out[i] = __float2half_rn(0.0f);
+            if (is_inside(i)) out[i] = __float2half_rn(0.0f);
     }
 };
 

@@ -3,55 +3,11 @@
 //
 // `state_output` follows `state_space`: the gate and the norm of the outputs, and what other blocks of `state_space`
 // read of the slot, which it therefore leaves alone: B, decays, and the position of the state.
-#include "constants/mamba2.cuh"
-#include "recurrent/chunks.cuh"
+#include "recurrent/mamba2.cuh"
 
 using namespace bminf;
 
-constexpr int PARTS = OUTPUT_THREADS / WARP;
 constexpr int AT_ONCE = 4;  // elements that a thread keeps in registers
-
-// What the step reads of each token. mixed: fp32 [T, mixed_pitch] with x, B and C behind the convolution; steps: fp16
-// [T, steps_pitch] with a step for each head, before its function; decay_rates, step_bias and skip: fp32 [heads]. Time
-// steps are within min_step and max_step.
-struct StateSpace {
-    const float* mixed;
-    long long mixed_pitch;
-    const __half* steps;
-    long long steps_pitch;
-    const float* decay_rates;
-    const float* step_bias;
-    const float* skip;
-    float min_step;
-    float max_step;
-
-    __device__ __forceinline__ float2 rate_and_decay(const Recurrence&, int token, int head) const {
-        const float given = __half2float(steps[token * steps_pitch + head]);
-        const float step = softplus(__fadd_rn(given, step_bias[head]));
-        const float bounded = step < min_step ? min_step : step > max_step ? max_step : step;
-        return make_float2(bounded, __fmul_rn(decay_rates[head], bounded));
-    }
-
-    // B, or C.
-    __device__ __forceinline__ const float* vector(
-        const Recurrence& net, bool is_query, int token, int key_head) const {
-        return mixed + token * mixed_pitch + net.values() + ((is_query ? net.key_heads : 0) + key_head) * net.key_dim;
-    }
-
-    template <int COUNT>
-    __device__ __forceinline__ void scale(const Recurrence&, bool, float (&)[COUNT]) const {}
-
-    // Those of the first token.
-    __device__ __forceinline__ const float* values(const Recurrence&) const { return mixed; }
-
-    // What `output` needs of a head.
-    __device__ __forceinline__ float of_head(int head) const { return skip[head]; }
-    __device__ __forceinline__ float output(float y, float x, float of_head) const {
-        return __fadd_rn(y, __fmul_rn(of_head, x));
-    }
-
-    static constexpr bool CORRECTS = false, CHANNELS = false;
-};
 
 // See `prepare`, of states of up to N rows.
 template <int N>
@@ -79,17 +35,6 @@ __global__ void __launch_bounds__(SCAN_THREADS<N, PREPARED>, PREPARED&& N > 128 
     if (has_text) scan<N, PREPARED>(net, rule, text, rows, factors, sums, out, out_pitch, state, shared);
 }
 
-// The sum over a block, in all threads. Called by all of them.
-__device__ __forceinline__ float block_sum(float x, float (&parts)[PARTS]) {
-    x = warp_sum(x);
-    if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = x;
-    __syncthreads();
-    float sum = parts[0];
-#pragma unroll
-    for (int part = 1; part < PARTS; ++part) sum = __fadd_rn(sum, parts[part]);
-    return sum;
-}
-
 // out = fp16(norm(x * silu(gate))), or with norm_first fp16(norm(x) * silu(gate)), of norm_groups parts of each row,
 // fp16 [T, out_pitch]; without a norm_weight, fp16(x * silu(gate)). x: fp32 [T, x_pitch], the outputs of `state_space`;
 // gate: fp16 [T, gate_pitch]; norm_weight: fp32 [heads * head_dim] or null; zeros behind the last sequence. B, decays
@@ -104,7 +49,6 @@ __global__ void __launch_bounds__(OUTPUT_THREADS) state_output(
     wait_on_dependent_grids();
     const Sequences step = net.sequences();
     const int token = blockIdx.x, size = net.values() / norm_groups;
-    const auto gated = [](float y, float z) { return __fmul_rn(y, __fdiv_rn(z, __fadd_rn(1.0f, expf(-z)))); };
     const int part = blockIdx.y;
     const float* row = x + token * x_pitch + part * size;
     const __half* z = gate + token * gate_pitch + part * size;
@@ -117,7 +61,7 @@ __global__ void __launch_bounds__(OUTPUT_THREADS) state_output(
         own_gates[i] = d < size ? __half2float(z[d]) : 0.0f;
     }
     const bool is_padding = token >= step.cu_seqlens[step.count];
-    const auto before_norm = [&](float y, float of_gate) { return norm_first ? y : gated(y, of_gate); };
+    const auto before_norm = [&](float y, float of_gate) { return norm_first ? y : times_silu(y, of_gate); };
     float inverse = 1.0f;
     if (norm_weight) {
         float sum = 0;
@@ -136,7 +80,7 @@ __global__ void __launch_bounds__(OUTPUT_THREADS) state_output(
     const auto write = [&](int d, float x, float of_gate) {
         float y = before_norm(x, of_gate);
         if (norm_weight) y = __fmul_rn(__fmul_rn(y, norm_weight[part * size + d]), inverse);
-        if (norm_first) y = gated(y, of_gate);
+        if (norm_first) y = times_silu(y, of_gate);
         to[d] = __float2half_rn(is_padding ? 0.0f : y);
     };
 #pragma unroll

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ....backend.cache_values import StateCache
 from ....backend.values import ForwardBatch, Mamba2Spec
-from ..arrays import nbytes_of, pitch_of
+from ..arrays import address, nbytes_of, pitch_of
 from ..constants import MAMBA2_MAX_STATE_DIM as MAX_STATE_DIM
 from ..constants import MAMBA2_OUTPUT_THREADS as OUTPUT_THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily
@@ -30,7 +30,7 @@ def heads_of(spec: Mamba2Spec) -> Heads:
 class Mamba2Kernels(ChunkKernels):
     """:meth:`.Backend.mamba2` behind the convolution."""
 
-    source = "recurrent/mamba2.cu"
+    source, token_source = "recurrent/mamba2.cu", "recurrent/mamba2_token.cu"
     prepare, scan = "state_prepare", "state_space"
 
     @classmethod
@@ -38,6 +38,8 @@ class Mamba2Kernels(ChunkKernels):
         yield KernelFamily(cls.source, cls.prepare, (STATE_ROWS,))
         yield KernelFamily(cls.source, cls.scan, (STATE_ROWS, BOOLEANS))
         yield KernelFamily(cls.source, "state_output", (STATE_ROWS,))
+        if capability >= (9, 0):
+            yield KernelFamily(cls.token_source, "state_token", (STATE_ROWS[:1],))
 
     def template(self, heads: Heads, *arguments: str) -> str:
         return f"<{', '.join((str(heads.rows), *arguments))}>"
@@ -56,17 +58,7 @@ class Mamba2Kernels(ChunkKernels):
         ``MAMBA2_MAX_STATE_DIM``.
         """
         heads = heads_of(spec)
-        net = self.net(heads, cache, slots, batch)
-        rule = (
-            mixed.data.ptr,
-            pitch_of(mixed),
-            steps.data.ptr,
-            pitch_of(steps),
-            spec.decay_rates.data.ptr,
-            spec.step_bias.data.ptr,
-            spec.skip.data.ptr,
-            *spec.step_limits,
-        )
+        net, rule = self.net(heads, cache, slots, batch), _rule(mixed, steps, spec)
         self.launch_scan(step, heads, net, rule, cache, batch, memory, sums, found)
         norm = spec.norm
         weight = (0, 1, False) if norm is None else (norm.norm.weight.data.ptr, norm.groups, norm.norm_first)
@@ -77,3 +69,36 @@ class Mamba2Kernels(ChunkKernels):
              out.data.ptr, pitch_of(out), eps),
             bytes_moved=nbytes_of(found, gate, out),
         )  # fmt: skip
+
+    def computes_token(self, spec: Mamba2Spec, batch: ForwardBatch) -> bool:
+        """Whether :meth:`launch_token_of` computes a step: a norm has a part for each group."""
+        heads, norm = heads_of(spec), spec.norm
+        fits = heads.rows == STATE_ROWS[0] and (norm is None or norm.groups == spec.groups)
+        return fits and self.is_one_token(heads, spec.convolution, batch)
+
+    def launch_token_of(
+        self, step: StepContext, rows: cp.ndarray, steps: cp.ndarray, gate: cp.ndarray, spec: Mamba2Spec,
+        cache: StateCache, slots: cp.ndarray, batch: ForwardBatch, out: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """:meth:`launch` where each sequence has one token, with x, B and C in fp16 ``rows``."""
+        norm = spec.norm
+        weight = (0, False) if norm is None else (norm.norm.weight.data.ptr, norm.norm_first)
+        eps = 0.0 if norm is None else norm.norm.eps
+        outputs = gate.data.ptr, pitch_of(gate), *weight, out.data.ptr, pitch_of(out), eps
+        heads, rule = heads_of(spec), _rule(None, steps, spec)
+        expression = f"state_token{self.template(heads)}"
+        self.launch_token(step, heads, expression, rows, spec.convolution, cache, slots, batch, rule, outputs, out)
+
+
+def _rule(mixed: cp.ndarray | None, steps: cp.ndarray, spec: Mamba2Spec) -> tuple[object, ...]:
+    """The members of ``StateSpace``; without ``mixed`` where one kernel computes a step."""
+    return (
+        address(mixed),
+        0 if mixed is None else pitch_of(mixed),
+        steps.data.ptr,
+        pitch_of(steps),
+        spec.decay_rates.data.ptr,
+        spec.step_bias.data.ptr,
+        spec.skip.data.ptr,
+        *spec.step_limits,
+    )

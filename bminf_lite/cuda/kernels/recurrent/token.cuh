@@ -13,7 +13,7 @@
 namespace bminf {
 
 constexpr int TOKEN_COLUMNS = WARPS * WARP_COLUMNS;  // of a head in a block
-constexpr int MAX_PARTS = 8;                         // blocks of a head
+constexpr int MAX_BLOCKS = 8;                        // of a key head's value heads
 // Warps with work of their own: with the token's query, with its key, two with its values, with its gates, that which
 // writes outputs, and that which solves. The first PRODUCT_WARPS multiply the new row with the chunk's keys before they
 // read the state.
@@ -42,7 +42,7 @@ struct TokenRoom {
     WarpRoom room[WARPS];
     float vectors[2][N];  // the key and the query
     float values[TOKEN_COLUMNS];
-    __align__(16) float outputs[MAX_PARTS * TOKEN_COLUMNS];  // of the head
+    __align__(16) float outputs[MAX_BLOCKS * TOKEN_COLUMNS];
 };
 
 // A channel of a thread: what the convolution reads of earlier tokens, and its taps.
@@ -183,9 +183,11 @@ __device__ __forceinline__ void add_known_chunk(
 
 // The token of a cluster: the grid is (blocks of a key head's value heads, key_heads, tokens), a cluster has those
 // along x, and each head `parts` of them. Sequences have one token each; outputs of tokens behind the last one are
-// zeros. The OUTPUT_WARP calls `outputs` with its columns [first, first + TOKEN_COLUMNS) of a head: to load what does
-// not depend on the step, and what does; to write, given the results of the head; and `clear` to write zeros. Unless
-// the kernel `waits`, the slots are read and states written before its predecessors have ended.
+// zeros. Unless the kernel `waits`, the slots are read and states written before its predecessors have ended.
+//
+// All threads call `outputs`, with a `column` of a head or one behind its last: to load what does not depend on the
+// step, and what does; for what becomes of the result of the column; and to write, given what became of results. Those
+// are of a head, or if IS_OF_GROUP of all value heads of a key head. `clear` writes zeros.
 template <int N, class Rule, class Outputs>
 __device__ __forceinline__ void compute_token(
     const Recurrence& net, const Rule& rule, const Convolution& convolution, Outputs& outputs, int parts, int waits,
@@ -196,10 +198,11 @@ __device__ __forceinline__ void compute_token(
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (waits) wait_on_dependent_grids();
     const Sequences step = net.sequences();
-    outputs.place(net, token, head, part_of_head * TOKEN_COLUMNS);
+    const int first_column = part_of_head * TOKEN_COLUMNS + warp * WARP_COLUMNS, column = first_column + lane / 4;
+    outputs.place(net, token, head, column);
     if (token >= step.cu_seqlens[step.count]) {
         wait_on_dependent_grids();
-        if (warp == OUTPUT_WARP) outputs.clear();
+        outputs.clear();
         return;
     }
     cluster_arrive_relaxed<2>();
@@ -207,7 +210,6 @@ __device__ __forceinline__ void compute_token(
     const int position = text.start;
     float* const kept =
         net.states + text.slot * net.states_pitch + static_cast<long long>(head) * net.key_dim * net.value_dim;
-    const int first_column = part_of_head * TOKEN_COLUMNS + warp * WARP_COLUMNS, column = first_column + lane / 4;
     const int value = head * net.value_dim + min(column, net.value_dim - 1);
     const auto load = [&](float& x, const float* from, bool exists) {
         const float found = *from;
@@ -258,7 +260,7 @@ __device__ __forceinline__ void compute_token(
         sum = net.decays[text.slot * net.decays_pitch + net.ring_row(part.end + lane) * net.value_heads + head];
     const StateOperand<N> operand(state);
     const float of_head = rule.of_head(head);
-    if (warp == OUTPUT_WARP) outputs.load_weights();
+    outputs.load_weights();
     wait_on_dependent_grids();
     {
         const __half* own = convolution.rows + token * convolution.rows_pitch;
@@ -271,7 +273,7 @@ __device__ __forceinline__ void compute_token(
         if (is_value) own_inputs[of_value.channel] = value_of_own;
         float2 gates;
         if (warp == GATE_WARP) gates = rule.rate_and_decay(net, token, head);
-        if (warp == OUTPUT_WARP) outputs.load_gates();
+        outputs.load_gates();
         shared.vectors[is_query][element] = of_vector.mix(__half2float(of_own), convolution);
         if (has_value)
             shared.values[threadIdx.x % TOKEN_COLUMNS] = of_value.mix(__half2float(value_of_own), convolution);
@@ -310,8 +312,9 @@ __device__ __forceinline__ void compute_token(
     else if (Rule::CORRECTS && warp == SOLVING_WARP)
         solved = solve_row(shared.factors, row);
     __syncthreads();
-    cluster_wait<2>();  // all blocks have started
-    if (lane % 4 == row % 8 / 2) {
+    cluster_wait<2>();                                                        // all blocks have started
+    const bool is_owner = lane % 4 == row % 8 / 2 && column < net.value_dim;  // of the column's result
+    if (is_owner) {
         const float own = shared.values[warp * WARP_COLUMNS + lane / 4], decay = shared.factors.decays[row];
         const float difference =
             Rule::CORRECTS ? fmaf(-decay, read[0], own) : __fmul_rn(shared.factors.rates[row], own);
@@ -327,17 +330,16 @@ __device__ __forceinline__ void compute_token(
                     sum_of_chunk = fmaf(factors[i], j + i == row ? difference : differences[i], sum_of_chunk);
         }
         if (row % 8 != 7) sum_of_chunk = __fadd_rn(sum_of_chunk, 0.0f);  // as of later tokens, which are zeros
-        const float y = rule.output(fmaf(decay, read[1], sum_of_chunk), own, of_head);
-        if (column < net.value_dim) {
-            net.deltas[text.slot * net.deltas_pitch + net.ring_row(position) * net.values() + value] = difference;
-            for (int i = 0; i < parts; ++i)
-                st_shared_cluster(
-                    map_shared_rank(cast_smem_ptr_to_uint(&shared.outputs[column]), blockIdx.x - part_of_head + i),
-                    __float_as_int(y));
-        }
+        net.deltas[text.slot * net.deltas_pitch + net.ring_row(position) * net.values() + value] = difference;
+        const float y = outputs.finish(rule.output(fmaf(decay, read[1], sum_of_chunk), own, of_head));
+        constexpr bool IS_OF_GROUP = Outputs::IS_OF_GROUP;
+        const int first = IS_OF_GROUP ? 0 : blockIdx.x - part_of_head, blocks = IS_OF_GROUP ? gridDim.x : parts;
+        const int place = IS_OF_GROUP ? blockIdx.x / parts * net.value_dim + column : column;
+        const unsigned address = cast_smem_ptr_to_uint(&shared.outputs[place]);
+        for (int i = 0; i < blocks; ++i) st_shared_cluster(map_shared_rank(address, first + i), __float_as_int(y));
     }
     cluster_sync<2>();
-    if (warp == OUTPUT_WARP) outputs.write(shared.outputs);
+    outputs.write(shared.outputs, is_owner);
     const int place = net.ring_row(position);
     if (warp == KEY_WARP && blockIdx.x == 0) {
         float* keys = net.keys + text.slot * net.keys_pitch +
