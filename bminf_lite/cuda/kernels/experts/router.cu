@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(ROUTER_THREADS, 2) router_many_rows(
 template <class W>
 struct TileStage {
     static constexpr int ROW_BYTES = STEP * sizeof(float), WEIGHT_BYTES = STEP * sizeof(W);  // of a row
-    static constexpr int BYTES = TILE * (ROW_BYTES + WEIGHT_BYTES), COUNT = 3;
+    static constexpr int BYTES = TILE * (ROW_BYTES + WEIGHT_BYTES);
 
     // The place of 16 bytes in a row, such that those of two neighbouring rows are in different banks.
     __device__ __forceinline__ static int place(int row, int chunk) { return (chunk ^ row % 2 * 4) * 16; }
@@ -334,8 +334,8 @@ __device__ __forceinline__ void add_lane(const float (&sums)[SUMS], int distance
 // Logits of many rows: a block has a tile of TILE rows and TILE experts, whose operands it copies to shared memory.
 // Four warps share a quarter of the tile, and each of them has eight of the parts; four lanes share a part, and each of
 // them has every other row and every other expert of the quarter. x: the norms, fp32 [rows, x_pitch]. Grid: (experts /
-// TILE, rows / TILE). Dynamic shared memory: TileStage<W>::COUNT stages, and at least TILE_THREADS * 32 floats.
-template <class W>
+// TILE, rows / TILE). Dynamic shared memory: STAGES stages, and at least TILE_THREADS * 32 floats.
+template <class W, int STAGES>
 __global__ void __launch_bounds__(TILE_THREADS, 1) router_tiles(
     const float* x, long long x_pitch, const W* __restrict__ weight, const float* __restrict__ bias, float* logits,
     int rows, int experts, int k, int pitch) {
@@ -350,14 +350,14 @@ __global__ void __launch_bounds__(TILE_THREADS, 1) router_tiles(
     const TileCopies<W> weight_copies(weight, pitch, first_expert, experts, k);
     const TileCopies<float> x_copies(x, static_cast<int>(x_pitch), first_row, rows, k);
     const auto load_weight = [&](int step) {
-        weight_copies.start(stages + step % Stage::COUNT * Stage::BYTES + TILE * Stage::ROW_BYTES, step);
+        weight_copies.start(stages + step % STAGES * Stage::BYTES + TILE * Stage::ROW_BYTES, step);
     };
-    const auto load_rows = [&](int step) { x_copies.start(stages + step % Stage::COUNT * Stage::BYTES, step); };
+    const auto load_rows = [&](int step) { x_copies.start(stages + step % STAGES * Stage::BYTES, step); };
 #pragma unroll
-    for (int step = 0; step < Stage::COUNT - 1; ++step) load_weight(step);
+    for (int step = 0; step < STAGES - 1; ++step) load_weight(step);
     wait_on_dependent_grids();
 #pragma unroll
-    for (int step = 0; step < Stage::COUNT - 1; ++step) {
+    for (int step = 0; step < STAGES - 1; ++step) {
         load_rows(step);
         cp_async_commit_group();
     }
@@ -368,14 +368,19 @@ __global__ void __launch_bounds__(TILE_THREADS, 1) router_tiles(
         TILE * Stage::ROW_BYTES + own_expert * Stage::WEIGHT_BYTES +
         (sizeof(W) == 4 ? Stage::place(lane / 2, part) : Stage::place(lane / 2, part / 2) + part % 2 * 8);
     float sums[64] = {};  // of eight rows by eight experts
+    cp_async_wait_group<STAGES - 2>();
+    __syncthreads();
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        cp_async_wait_group<Stage::COUNT - 2>();
-        __syncthreads();  // also: the stage of the step before has been read
-        const unsigned stage = stages + step % Stage::COUNT * Stage::BYTES;
-        const int next = step + Stage::COUNT - 1;
-        if (next < steps) load_weight(next), load_rows(next);
-        cp_async_commit_group();
+        const unsigned stage = stages + step % STAGES * Stage::BYTES;
+        // In the middle of a step, so that not all warps wait for the first operands of a step at once.
+        const auto advance = [&] {
+            cp_async_wait_group<STAGES - 3>();  // the next step's
+            __syncthreads();                    // also: the stage of the step before has been read
+            const int next = step + STAGES - 1;
+            if (next < steps) load_weight(next), load_rows(next);
+            cp_async_commit_group();
+        };
 #pragma unroll
         for (int first = 0; first < 8; first += AT_ONCE) {
             float4 w[AT_ONCE];
@@ -384,6 +389,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 1) router_tiles(
                 w[e] = Stage::weight(stage + own_w + (first + e) * 2 * Stage::WEIGHT_BYTES);
 #pragma unroll
             for (int r = 0; r < 8; ++r) {
+                if (first * 8 + r * AT_ONCE == 32) advance();
                 const float4 values = TileStage<float>::weight(stage + own_x + r * 2 * Stage::ROW_BYTES);
 #pragma unroll
                 for (int e = 0; e < AT_ONCE; ++e) sums[r * 8 + first + e] = dot4(values, w[e], sums[r * 8 + first + e]);

@@ -29,7 +29,8 @@ ROWS = 8
 """Rows of a warp, where there are many."""
 EXPERTS = (4, 8)
 """Experts of a warp then. Fewer of them make more blocks."""
-TILE_STAGES = 3
+TILE_STAGES = (4, 3)
+"""Stages of ``router_tiles``: the first number that the GPU has memory for."""
 TILE_SHARE = 3
 """From one tile for this many SMs on, blocks multiply tiles of ``ROUTER_TILE`` rows and experts from shared memory."""
 EACH = (1, 4, 8, 16)
@@ -52,7 +53,7 @@ class RouterKernels:
         yield KernelFamily(cls.source, "router_norm", (BOOLEANS, VECTORS, BOOLEANS))
         yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), EXPERTS, TYPES))
         if capability >= (8, 0):
-            yield KernelFamily(cls.source, "router_tiles", (TYPES,))
+            yield KernelFamily(cls.source, "router_tiles", (TYPES, TILE_STAGES))
         yield KernelFamily(cls.source, "choose_experts", (EACH,))
         yield KernelFamily(cls.source, "scalar_gate", (BOOLEANS, VECTORS))
 
@@ -128,9 +129,10 @@ class RouterKernels:
         arguments = (*pointer_and_pitch(normed), router.matrix.data.ptr, bias, out.data.ptr, rows, experts, k, pitch)
         moved = nbytes_of(normed, router.matrix, out)
         tiles = ceil_div(experts, ROUTER_TILE), ceil_div(rows, ROUTER_TILE)
-        shared = tile_bytes(router.matrix.dtype.itemsize)
-        if shared <= self._launcher.max_shared and math.prod(tiles) * TILE_SHARE >= self._launcher.num_sms:
-            name = f"router_tiles<{kind}>"
+        itemsize, max_shared = router.matrix.dtype.itemsize, self._launcher.max_shared
+        stages = next((n for n in TILE_STAGES if tile_bytes(itemsize, n) <= max_shared), 0)
+        if stages and math.prod(tiles) * TILE_SHARE >= self._launcher.num_sms:
+            name, shared = f"router_tiles<{kind}, {stages}>", tile_bytes(itemsize, stages)
             self._launcher.launch(
                 step, self.source, name, tiles, ROUTER_TILE_THREADS, arguments, shared, bytes_moved=moved, cache=True
             )
@@ -184,9 +186,9 @@ class RouterKernels:
         )
 
 
-def tile_bytes(itemsize: int) -> int:
+def tile_bytes(itemsize: int, stages: int) -> int:
     """Bytes of shared memory of ``router_tiles``: of its stages, or half of the sums of all threads."""
-    return max(TILE_STAGES * ROUTER_TILE * 128 * (4 + itemsize), ROUTER_TILE_THREADS * 32 * 4)
+    return max(stages * ROUTER_TILE * 128 * (4 + itemsize), ROUTER_TILE_THREADS * 32 * 4)
 
 
 def experts_of_a_lane(experts: int) -> int:
