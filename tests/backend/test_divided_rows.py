@@ -35,7 +35,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
     def choose(is_divided: bool) -> None:
         monkeypatch.setattr(divided_rows, "MIN_ROWS", 65 if is_divided else 1 << 30)
-        monkeypatch.setattr(divided_rows, "PIECE_ROWS", 70)
+        monkeypatch.setattr(divided_rows, "PIECE_VALUES", 70 * WIDTH)
 
     return choose
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...cuda.kernels.arrays import PAD
 from ...cuda.kernels.collective.divided_rows import DividedSizes, Meeting
+from ...cuda.kernels.gemm.gemm_hopper import MIN_ROWS as GEMM_MIN_ROWS
 from ...cuda.kernels.gemm.layouts import Layout
 from ..values import Norm
 from .arrays import Arrays
@@ -27,8 +28,8 @@ MIN_ROWS = 256
 """Rows that each rank must own. Steps with fewer have sums on every rank, which fewer kernels compute."""
 
 
-PIECE_ROWS = 512
-"""Rows of a piece of a product, which is copied while the next one is computed: of 8,192 outputs a tile for each SM."""
+PIECE_VALUES = 1 << 22
+"""Values of a piece of a product, which is copied while the next one is computed: about a tile for each of 128 SMs."""
 
 
 class MeetingThread(Protocol):
@@ -114,7 +115,7 @@ class DividedRows:
         for hop in range(1, ranks):
             owner = (own + hop) % ranks
             owned = self.rows_of(owner, rows)
-            for piece in pieces(owned):
+            for piece in pieces(owned, width):
                 values = arrays.rows(piece.stop - piece.start, width, np.float32)
                 multiply(piece, values)
                 self._computed.record(self.arrays.stream)
@@ -243,8 +244,9 @@ class DividedRows:
         runtime.memcpyAsync(to, rows.data.ptr, rows.nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
 
 
-def pieces(rows: slice) -> Iterator[slice]:
-    """``rows`` in equal pieces of about ``PIECE_ROWS``."""
-    count, total = max(1, (rows.stop - rows.start) // PIECE_ROWS), rows.stop - rows.start
+def pieces(rows: slice, width: int) -> Iterator[slice]:
+    """``rows`` of ``width`` values in equal pieces of about ``PIECE_VALUES``, of as many rows as the kernel takes."""
+    total = rows.stop - rows.start
+    count = max(1, min(total * width // PIECE_VALUES, total // GEMM_MIN_ROWS))
     for i in range(count):
         yield slice(rows.start + i * total // count, rows.start + (i + 1) * total // count)
