@@ -200,8 +200,12 @@ def number(name: str, default: float, low: float = 0.0, high: float = 1e30) -> K
 
 
 def flag(name: str, default: bool) -> Key:
-    """True or false."""
-    return Key(name, default, "true or false", lambda value: value if isinstance(value, bool) else None, default)
+    """True or false; null is false, as it is to transformers, whatever the default."""
+
+    def convert(value: Any) -> bool | None:
+        return value if isinstance(value, bool) else None
+
+    return Key(name, default, "true or false", convert, default, lambda fields: False)
 
 
 def choice(name: str, default: str, choices: Mapping[str, Any]) -> Key:

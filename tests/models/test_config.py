@@ -183,6 +183,22 @@ def test_all_problems_come_in_one_error():
 # -- what keys mean ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        *((family, "rope_interleave") for family in ("deepseek_v3", "mistral4", "youtu", "glm4_moe_lite")),
+        ("deepseek_v3", "norm_topk_prob"),
+        ("falcon", "parallel_attn"),
+        ("falcon_h1", "mamba_conv_bias"),
+    ],
+)
+def test_a_flag_that_is_null_is_false(model_type, name):
+    """As it is to transformers, also where the class's default is true."""
+    given = WITHOUT_DEFAULT.get(model_type, {})
+    null = parse(model_type, **given | {name: None})
+    assert null == parse(model_type, **given | {name: False}) != parse(model_type, **given | {name: True})
+
+
 def test_absent_keys_mean_the_class_defaults_and_null_its_own():
     assert parse("llama").context_length == 2048
     assert windows(parse("mistral")) == (4096,) * 3
