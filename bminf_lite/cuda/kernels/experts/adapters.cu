@@ -30,7 +30,9 @@ __device__ __forceinline__ uint4 times(const uint4& x, float factor) {
 // the pairs' own numbers, or null; each element of x is multiplied by that of its pair, and rounded.
 //
 // SORTED: `offsets` and `order` are those of sorted pairs. Otherwise the pairs have their own order, `order` are their
-// experts, and a tile is one of them; then slots of tokens, unless null, are written to those of the pairs first.
+// experts, and a tile is one of them; then slots of tokens, unless null, are written to those of the pairs first. Of
+// such pairs, those with the rows of tokens stand before few_tokens_hidden, which reads what earlier kernels have
+// written without a wait: it starts when this kernel has waited.
 //
 // The grid is (groups of RANKS * GROUPS columns of the inputs, tiles of 8 * TILES sorted rows of one expert at most,
 // slots of a tile at once). A block finds the rows of its tile that have a slot, and computes its columns of these.
@@ -48,8 +50,10 @@ __global__ void __launch_bounds__(FLOAT_THREADS, SORTED ? 2 : 1) shrink_pairs(
     __shared__ ExpertTiles tiles;
     __shared__ float sums[WARPS][ROWS][PITCH];  // the pitch gives the lanes of a store different banks
     __shared__ int list[ROWS];
-    launch_dependent_grids();
+    constexpr bool STARTS_LATE = !SORTED && !BY_PAIR;
+    if constexpr (!STARTS_LATE) launch_dependent_grids();
     wait_on_dependent_grids();
+    if constexpr (STARTS_LATE) launch_dependent_grids();
     ExpertTile tile = {0, static_cast<int>(blockIdx.y), 1, 0};
     if constexpr (SORTED) {
         tiles.load<ROWS>(offsets, experts);

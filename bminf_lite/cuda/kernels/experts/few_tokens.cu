@@ -116,8 +116,10 @@ __device__ __forceinline__ void hidden_values(
     const RowUnits units(rows, width / UNIT, each, MATRICES * first_feature);
     RowStream<UNIT, GATED> stream(of_block, units, shared);
     for (int i = threadIdx.x; i < rows; i += FEW_THREADS) sums[i] = 0;
-    wait_on_dependent_grids();
-    launch_dependent_grids();
+    if constexpr (!Side::EXISTS) {
+        wait_on_dependent_grids();
+        launch_dependent_grids();
+    }
     // The last warps copy the codes while the first ones choose.
     const int from_last = FEW_THREADS - 1 - threadIdx.x;
     if (from_last < tokens * pairs) scales[from_last] = __ldcg(x_scale + from_last / pairs);
@@ -132,6 +134,11 @@ __device__ __forceinline__ void hidden_values(
     const Choice<EACH> choice = {router, logits, tokens, pairs, matrix, ids, starts};
     choice.choose(shared);
     stream.start();
+    // The kernel that writes the inputs of a side product has started this one when all else was complete.
+    if constexpr (Side::EXISTS) {
+        wait_on_dependent_grids();
+        launch_dependent_grids();
+    }
     // Output i: its first row among those of the block, and its pair and feature.
     const auto row_of = [&](int i) { return GATED ? i / GATE_GROUP * 2 * GATE_GROUP + i % GATE_GROUP : i; };
     const auto output = [&](int i) {
