@@ -95,16 +95,27 @@ __device__ __forceinline__ void load_activations(
     }
 }
 
-// Writes the norm of the fp32 row x as the resident activations, with zeros up to `blocks` blocks. Called by the first
-// NORM_THREADS threads. The blocks have the order that SYNC takes, or the swizzle that wgmma takes.
+// Writes the norm of the fp32 row x, which is read past the L1 cache, as the resident activations, with zeros up to
+// `blocks` blocks. Called by the first NORM_THREADS threads. The blocks have the order that SYNC takes, or the swizzle
+// that wgmma takes.
 template <bool CENTER, int VECTORS, bool SYNC>
 __device__ __forceinline__ void normalise_input(
     const float* x, const float* norm_weight, const float* norm_bias, float eps, int k, int blocks, unsigned target) {
     __shared__ RowScratch<NORM_THREADS, VECTORS> scratch;
     const int pitch = round_up(k, 8);
     float v[VECTORS][8];
+    uint4 raw[VECTORS][2] = {};
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) load_row8(x, (i * NORM_THREADS + threadIdx.x) * 8, k, pitch, v[i]);
+    for (int i = 0; i < VECTORS; ++i) {
+        const int column = (i * NORM_THREADS + threadIdx.x) * 8;
+        if (column >= pitch) continue;
+        raw[i][0] = ld_global_cg_v4(x + column), raw[i][1] = ld_global_cg_v4(x + column + 4);
+    }
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        load8(reinterpret_cast<const float*>(raw[i]), v[i]);
+        zero_tail(v[i], (i * NORM_THREADS + threadIdx.x) * 8, k);
+    }
     normalise_row<NORM_THREADS, CENTER, false>(v, norm_weight, norm_bias, eps, k, pitch, scratch);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {

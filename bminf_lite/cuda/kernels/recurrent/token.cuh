@@ -338,6 +338,7 @@ __device__ __forceinline__ void compute_token(
         const unsigned address = cast_smem_ptr_to_uint(&shared.outputs[place]);
         for (int i = 0; i < blocks; ++i) st_shared_cluster(map_shared_rank(address, first + i), __float_as_int(y));
     }
+    __syncwarp();
     cluster_sync<2>();
     outputs.write(shared.outputs, is_owner);
     const int place = net.ring_row(position);
