@@ -196,8 +196,11 @@ __global__ void __launch_bounds__(THREADS) all_reduce_lines(
         for (int peer = 0; peer < ranks; ++peer) {
             if (peer == rank) continue;
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k)
-                if (const int line = begin + k * stride; line < count) push(line_of(peer, rank, line), x[k]);
+            for (int k = 0; k < AT_ONCE; ++k) {
+                const int line = begin + k * stride;
+                __syncwarp();  // a line's threads store together
+                if (line < count) push(line_of(peer, rank, line), x[k]);
+            }
         }
     }
     Patience waiting = {calls, failure, patience};
@@ -215,12 +218,10 @@ __global__ void __launch_bounds__(THREADS) all_reduce_lines(
             bool pending = source != rank;
             while (pending) {
                 pending = false;
-                __syncwarp();
+                __syncwarp();  // a line's threads load together
 #pragma unroll
-                for (int k = 0; k < AT_ONCE; ++k) {
-                    const int line = begin + k * stride;
-                    x[k] = line < count ? pushed(line_of(rank, source, line)) : make_uint4(call, call, call, call);
-                }
+                for (int k = 0; k < AT_ONCE; ++k)
+                    x[k] = pushed(line_of(rank, source, min(begin + k * stride, count - 1)));
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; ++k) pending = pending || (part == FLAG && x[k].w != call);
                 pending = __any_sync(FULL, pending) && __all_sync(FULL, waiting.goes_on(source));
@@ -279,8 +280,11 @@ __global__ void __launch_bounds__(NORM_THREADS) all_reduce_norm(
         for (int peer = 0; peer < ranks; ++peer) {
             if (peer == rank) continue;
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n)
-                if (const int line = begin + n * STRIDE; line < count) push(line_of(peer, rank, line), x[n]);
+            for (int n = 0; n < AT_ONCE; ++n) {
+                const int line = begin + n * STRIDE;
+                __syncwarp();  // a line's threads store together
+                if (line < count) push(line_of(peer, rank, line), x[n]);
+            }
         }
     }
     Patience waiting = {calls, failure, patience};
@@ -298,12 +302,10 @@ __global__ void __launch_bounds__(NORM_THREADS) all_reduce_norm(
             bool pending = source != rank;
             while (pending) {
                 pending = false;
-                __syncwarp();
+                __syncwarp();  // a line's threads load together
 #pragma unroll
-                for (int n = 0; n < AT_ONCE; ++n) {
-                    const int line = begin + n * STRIDE;
-                    x[n] = line < count ? pushed(line_of(rank, source, line)) : make_uint4(call, call, call, call);
-                }
+                for (int n = 0; n < AT_ONCE; ++n)
+                    x[n] = pushed(line_of(rank, source, min(begin + n * STRIDE, count - 1)));
 #pragma unroll
                 for (int n = 0; n < AT_ONCE; ++n) pending = pending || (part == FLAG && x[n].w != call);
                 pending = __any_sync(FULL, pending) && __all_sync(FULL, waiting.goes_on(source));
