@@ -90,11 +90,12 @@ class ForwardBatch:
     position of each sequence's last token, 0 for a sequence without tokens: then the last layer computes no other rows
     behind its keys and values. ``lora_ids`` int32 ``[T]`` are the slots of the tokens' adapters, 0 for none (see
     :mod:`.adapter_slots`), and ``logit_lora_ids`` int32 ``[L]`` those of the rows of logits; None if no token has one.
-    In a step that ``has_drafts``, a sequence may stand for a draft: it has the table of the
-    sequence before it, and its token follows that sequence's token. ``token_types`` int32 ``[T]`` says to
-    which segment of a pair of texts a token belongs, for models with a table of these; None stands for zeros.
-    ``layer_inputs`` ``[T, layers * size]``, in the activation type, is what layers read beside the residual stream: a
-    part of each row for each layer. The input of a model with such layers computes it.
+    In a step that ``has_drafts``, a sequence may stand for a draft: it has the table of the sequence before it, and its
+    token follows that sequence's token. ``draft_offsets`` int32 ``[B]`` say how many sequences before a sequence belong
+    to its text so, at most 16; None where only the tables tell. ``token_types`` int32 ``[T]`` says to which segment of
+    a pair of texts a token belongs, for models with a table of these; None stands for zeros. ``layer_inputs``
+    ``[T, layers * size]``, in the activation type, is what layers read beside the residual stream: a part of each row
+    for each layer. The input of a model with such layers computes it.
 
     A step may be padded: with sequences without tokens, and with tokens behind those of the last sequence. What is
     computed of such tokens changes nothing else.
@@ -109,6 +110,7 @@ class ForwardBatch:
     max_context_len: int
     num_decodes: int = 0
     has_drafts: bool = False
+    draft_offsets: Array = None
     logit_rows: Array = None
     source_tables: Array = None
     source_lens: Array = None
@@ -182,6 +184,7 @@ class ForwardBatch:
             last_positions=None,
             token_types=None,
             layer_inputs=None,
+            draft_offsets=None if self.draft_offsets is None else self.draft_offsets[rows],
             source_tables=None if self.source_tables is None else self.source_tables[rows],
             source_lens=None if self.source_lens is None else self.source_lens[rows],
         )

@@ -209,6 +209,7 @@ class StepArrays:
             max_context_len=size.max_context_len,
             num_decodes=size.decodes,
             has_drafts=size.has_drafts,
+            draft_offsets=self.offsets,
             logit_rows=logit_rows if len(logit_rows) else None,
             last_positions=last_positions if len(last_positions) else None,
             source_tables=tables[-1] if has_source else None,

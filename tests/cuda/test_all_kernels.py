@@ -226,7 +226,7 @@ def test_compiles_without_spills_and_takes_what_python_packs(arch: str) -> None:
 def test_products_of_one_row_start_beside_attention() -> None:
     """The warps that a quarter of an SM has fit its registers: of attention and of the product before or behind it."""
     registers, allocated, quarters = 65536, 8 * 32, 4
-    attention = [f"attention_decode<128, 128, 16384, 4, 2, {unit}, 1, 0, __half>" for unit in (4, 8)]
+    attention = [f"attention_decode<128, 128, 16384, 4, 2, {unit}, 1, 0, __half, false>" for unit in (4, 8)]
     norms = ("1, 512, 1", "1, 512, 2", "2, 256, 1", "2, 512, 1")  # RMSNorm, LayerNorm
     norms += ("8, 512, 1", "8, 512, 2", "9, 256, 1", "9, 512, 1")  # the same, rotated
     products = [f"gemv<{row}, 0, 0, 4, false>" for row in norms]  # TO_HALF

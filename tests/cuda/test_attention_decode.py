@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from bminf_lite.cuda.kernels.attention.decode import (
     max_unit,
     padded_head_dim,
     pair_groups,
+    prepares_drafts,
     record_size,
 )
 from bminf_lite.cuda.kernels.attention.heads import ELEMENTS, max_head_dim, scores_of
@@ -33,6 +35,7 @@ from bminf_lite.cuda.kernels.attention.prefill import COUNTERS, PrefillAttention
 from bminf_lite.cuda.kernels.attention.prepare_heads import PrepareHeads
 from bminf_lite.cuda.kernels.constants import (
     BLOCK_SIZE,
+    DECODE_MAX_DRAFTS,
     SEGMENT,
     AttentionMask,
     DecodeMask,
@@ -43,6 +46,7 @@ from bminf_lite.cuda.kernels.constants import (
 from bminf_lite.cuda.kernels.launcher import Launcher, StepContext
 from bminf_lite.cuda.kernels.rowwise.rows import array_source
 from bminf_lite.cuda.runtime.driver import Device
+from bminf_lite.engine.speculative import MAX_DRAFT_TOKENS
 
 MOST_SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """KiB of shared memory a block, from the CUDA programming guide's table of compute capabilities."""
@@ -85,6 +89,14 @@ def test_shared_memory_fits(capability: tuple[int, int]) -> None:
                 static = SMALL_STATIC if config.depth <= 128 else STATIC if config.depth <= 256 else LARGE_STATIC
                 assert shared + static <= MOST_SHARED[capability] << 10, config
                 assert config.blocks * (shared + static + 1024) <= (MOST_SHARED[capability] + 1) << 10
+                if prepares_drafts(capability, config, kind, unit, work, element):
+                    shared += config.draft_bytes(element)
+                    assert config.blocks * (shared + config.static() + 1024) <= (MOST_SHARED[capability] + 1) << 10
+                    assert shared + config.static() <= MOST_SHARED[capability] << 10
+
+
+def test_room_for_the_drafts_of_a_sequence() -> None:
+    assert DECODE_MAX_DRAFTS >= MAX_DRAFT_TOKENS
 
 
 @pytest.mark.parametrize("capability", MOST_SHARED)
@@ -242,11 +254,13 @@ class Problem:
         return grids + [DecodeGrid(DecodeWork.ITEMS, 1, blocks, segments) for blocks in ITEM_BLOCKS]
 
     def run(
-        self, device: Device, grid: DecodeGrid | None = None, records: int | None = None, stores_first: bool = False
-    ) -> np.ndarray:
+        self, device: Device, grid: DecodeGrid | None = None, records: int | None = None, stores_first: bool = False,
+        draft_offsets: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
         """The bits of the output, uint16 ``[B, heads * head_dim]``; writes the new tokens into the cache.
 
-        If it ``stores_first``, all of them before attention, in the same step: the sequences may be drafts of one.
+        If it ``stores_first``, all of them before attention, in the same step: the sequences may be drafts of one. They
+        may be with ``draft_offsets`` too.
         """
         import cupy as cp
 
@@ -263,7 +277,8 @@ class Problem:
         arrival_counts = cp.zeros(arrivals, cp.int32)
         out = cp.full((count, spec.heads * spec.head_dim), cp.nan, cp.float16)
         context_lens = cp.asarray(self.context_lens)
-        step, tables = StepContext(in_step=stores_first), cp.asarray(self.tables)
+        offsets = None if draft_offsets is None else cp.asarray(draft_offsets, cp.int32)
+        step, tables = StepContext(in_step=stores_first or offsets is not None), cp.asarray(self.tables)
         if stores_first:
             PrepareHeads(Launcher(device, 0)).launch(
                 step, array_source(self.qkv), spec, self.cache, cp.arange(count + 1, dtype=cp.int32), context_lens,
@@ -271,7 +286,7 @@ class Problem:
             )  # fmt: skip
         decode.launch(
             step, self.qkv, spec, self.cache, context_lens, tables, scratch, arrival_counts, out, longest,
-            context_lens if self.shape.cross else None, written=(count - 1) * stores_first,
+            context_lens if self.shape.cross else None, written=(count - 1) * stores_first, draft_offsets=offsets,
         )  # fmt: skip
         assert not arrival_counts.get().any()
         return out.get().view(np.uint16)  # type: ignore[no-any-return]
@@ -488,3 +503,64 @@ def test_drafts_see_the_tokens_before_them(device: Device, int8: bool, first: in
             ):
                 pool[block, :, place] = float("nan")
         np.testing.assert_array_equal(problem.run(device, grid, stores_first=True), expected, str(grid))
+
+
+def drafted(shape: Shape, texts: Sequence[tuple[int, int]], seed: int) -> tuple[Problem, np.ndarray]:
+    """A step of rows that are drafts, and their ``draft_offsets``: of each text its first position, and its rows."""
+    positions = [first + i for first, count in texts for i in range(count)]
+    offsets = np.concatenate([np.arange(count) for _, count in texts])
+    problem = Problem.random(shape, positions, seed)
+    ends = np.repeat(np.cumsum([count for _, count in texts]) - 1, [count for _, count in texts])
+    return replace(problem, tables=problem.tables[ends]), offsets
+
+
+def check_drafts(device: Device, shape: Shape, texts: Sequence[tuple[int, int]], units: Sequence[int]) -> None:
+    """Rows that prepare the tokens before them have the bits of one after another, and so has what they store."""
+    problem, offsets = drafted(shape, texts, seed=8)
+    plain = problem.copied()
+    expected = np.concatenate([plain.of(slice(b, b + 1)).run(device) for b in range(len(offsets))])
+    checked = 0
+    for grid in problem.grids(device.compute_capability):
+        decode, found = AttentionDecode(Launcher(device, 0)), problem.copied()
+        decode.grid = lambda *_, grid=grid: grid  # type: ignore[method-assign]
+        if grid.unit not in units or not decode.prepares_drafts(found.spec, found.cache, len(offsets), 0):
+            continue
+        checked += 1
+        np.testing.assert_array_equal(found.run(device, grid, draft_offsets=offsets), expected, str(grid))
+        for name in ("keys", "values", "key_scales", "value_scales"):
+            stored, other = getattr(found.cache, name), getattr(plain.cache, name)
+            assert stored is None or (stored.get().view(np.uint8) == other.get().view(np.uint8)).all(), (name, grid)
+    assert checked or padded_head_dim(problem.spec) > 128
+
+
+DRAFTED = [(0, 3), (62, 4), (300, 1), (507, 8), (1020, 8), (2040, 17), (1500, 2)]
+"""Texts with drafts: across blocks of the cache and segments, as many as there may be, and one without."""
+DRAFT_SHAPES = (
+    *(shape for shape in SHAPES if not shape.cross),
+    Shape(rotated=True),
+    Shape(heads=32, kv_heads=8, rotated=True, int8=True),
+    Shape(kv_heads=4, head_dim=256, window=5, rotated=True),
+    Shape(heads=4, kv_heads=4, head_dim=80, window=3, rotated=True, int8=True),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("texts", [DRAFTED[:4], DRAFTED], ids=["one segment", "several"])
+@pytest.mark.parametrize("shape", DRAFT_SHAPES, ids=str)
+def test_drafts_prepare_the_tokens_before_them(device: Device, shape: Shape, texts: Sequence[tuple[int, int]]) -> None:
+    check_drafts(device, shape, texts, UNITS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "texts"),
+    [
+        (Shape(heads=2, kv_heads=1, head_dim=64, rotated=True), [(62, 4), (3, 1)]),
+        (Shape(heads=1, kv_heads=1, head_dim=64, rotated=True, int8=True, window=3), [(0, 5)]),
+        (Shape(heads=2, kv_heads=2, head_dim=64, scores=ScoreKind.SINKS), [(1022, 4)]),
+    ],
+    ids=str,
+)
+def test_few_drafts_of_one_block_units(device: Device, shape: Shape, texts: Sequence[tuple[int, int]]) -> None:
+    """Little enough for an interpreter of the kernel's code."""
+    check_drafts(device, shape, texts, [1])

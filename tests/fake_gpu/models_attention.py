@@ -16,6 +16,7 @@ from bminf_lite.backend.values import BLOCK_SIZE, LinearBias, Norm, RelativeBias
 from bminf_lite.cuda.kernels.attention.heads import LOG2_E
 from bminf_lite.cuda.kernels.constants import (
     DECODE_HEADS,
+    DECODE_MAX_DRAFTS,
     PREPARE_ELEMENTS,
     SEGMENT,
     DecodeMask,
@@ -161,6 +162,13 @@ def attention_decode(call: Call) -> None:
     tables = tables_of(call, positions + 1)
     cache = cache_of(call, tables, call.head_pitch)
     score_options = score_options_of(call, scores)
+    if call.template["DRAFTS"] == "true":  # a row's own stores come before the next row below
+        offsets = call.vector("draft_offsets", count, np.int32)
+        call.require(work is not DecodeWork.ITEMS and has_new_key, "no instantiation for drafts")
+        call.require(bool((offsets <= DECODE_MAX_DRAFTS).all()), "too many drafts")
+        for b, offset in enumerate(offsets.tolist()):
+            call.require(offset in (0, offsets[b - 1] + 1) and positions[b] - positions[b - offset] == offset,
+                         "rows that are not one after another")  # fmt: skip
     for b, position in enumerate(positions):
         if has_new_key:
             store(cache, tables[b], int(position), k[b : b + 1], v[b : b + 1])

@@ -568,6 +568,11 @@ def _store(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     target, source = instruction.operands
     bits, names = 8 * instruction.itemsize, _parts(source)
     address = grid.address(target, lanes)
+    is_shared = address >= _SHARED
+    if instruction.space == "generic" and is_shared.any() and not is_shared.all():
+        for some in (is_shared, ~is_shared):
+            _store(grid, instruction, grid.numbers(lanes)[some])
+        return
     memory, index = grid.view(instruction.space, address, bits // 8, len(names), lanes, Kind.WRITE)
     for i, name in enumerate(names):
         memory[index + i] = grid.get(name, f"b{bits}", lanes)

@@ -92,15 +92,23 @@ class AttentionLaunches:
 
         If the cache ``is_shared``, it has the token's key and value already, and ``x`` has queries alone. In a batch
         that has drafts, it has those of the drafts before a token too, as many as there are other rows at most.
+        Otherwise tokens see those of the drafts before them: the kernel prepares these itself if it can, or another one
+        stores all of them first.
         """
-        spec = spec.for_cache(cache.key_scales is not None)
         decode, count = self.kernels.attention_decode, batch.batch_size
         longest = batch.max_context_len if lengths is None else batch.max_source_len
+        offsets, written = None, (count - 1) * batch.has_drafts
+        if batch.has_drafts and lengths is None and not is_shared:
+            if batch.draft_offsets is not None and decode.prepares_drafts(spec, cache, count, longest):
+                offsets, written = batch.draft_offsets, 0
+            else:
+                self.store_heads(x, spec, cache, batch, table)
+        spec = spec.for_cache(cache.key_scales is not None)
         records = self.arrays.empty((decode.record_elements(spec, count, longest),), np.float32)
         arrivals = self.scratch.zeros("arrival counts", decode.arrival_elements(spec, count), np.int32)
         decode.launch(
             self.kernels.step, x, spec, cache, batch.context_lens, table, records, arrivals, out, longest, lengths,
-            is_shared, written=(count - 1) * batch.has_drafts,
+            is_shared, written, offsets,
         )  # fmt: skip
 
     def prepared_heads(

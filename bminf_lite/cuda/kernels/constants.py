@@ -213,6 +213,8 @@ DECODE_GROUP = 16
 """Keys, or elements of values, that one MMA of the decode kernel takes as rows."""
 DECODE_MAX_UNIT = 8
 """Blocks of a cluster that compute one segment together, at most: a unit."""
+DECODE_MAX_DRAFTS = 16
+"""Drafts before a row of a step whose keys the decode kernel prepares, at most."""
 STAGE_RELEASING_LANES = 1
 """Lanes of a reading warp that give a stage of keys and values back; for a checker all, see tests/conftest.py."""
 PREPARE_THREADS = 384
@@ -417,6 +419,7 @@ HEADERS = {
         MAX_UNIT=DECODE_MAX_UNIT,
         LARGE_DEPTH=DECODE_LARGE_DEPTH,
         LARGE_SCORES=DECODE_LARGE_SCORES,
+        MAX_DRAFTS=DECODE_MAX_DRAFTS,
     ),
     "constants/stages.cuh": render_header(RELEASING_LANES=STAGE_RELEASING_LANES),
     "constants/prefill.cuh": render_header(AttentionMask, ScoreKind),

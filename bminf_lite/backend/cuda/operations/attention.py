@@ -41,8 +41,6 @@ class CudaAttentionOperations(CudaStepOperations, AttentionOperations):
         if decodes is not None:
             qkv, count = self.materializer.to_half(qkv), decodes.batch_size
             table = decodes.block_tables[cache.group]
-            if batch.has_drafts:  # whose tokens see those of the rows before them
-                self.launches.store_heads(qkv, spec, cache, decodes, table)
             self.launches.decode(qkv[:count], spec, cache, decodes, table, out[:count])
         if prompts is not None:
             table = prompts.block_tables[cache.group]

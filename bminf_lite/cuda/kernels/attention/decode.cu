@@ -8,6 +8,11 @@
 // out: fp16 [B, out_pitch]. The new token's key and value are prepared here and written to the cache, but for CROSS and
 // SHARED.
 //
+// With DRAFTS rows of a step may be drafts: row b has draft_offsets[b] rows of the same sequence before it, one after
+// another, which hold the tokens before its own. Their keys and values are in no cache yet, so a row that sees them
+// prepares them too, from their rows of the projection. Each row writes its own to the cache, and nothing reads there
+// what the step writes.
+//
 // The sums have the order of softmax.cuh. An item (decode.cuh) is a segment of one sequence, for up to HEADS query
 // heads that share a key-value head. A unit is one block or the blocks of a cluster, which compute an item together:
 //
@@ -45,6 +50,13 @@ struct NewToken {
     __half scales[2];
 };
 
+// The keys and values of the tokens before a new one that are new themselves, in the same form; the last one first.
+template <int D, class CACHE>
+struct DraftTokens {
+    alignas(16) CACHE kv[MAX_DRAFTS][2][D];
+    __half scales[MAX_DRAFTS][2];
+};
+
 // The heads of one pair: `count` query heads from `first` on, which share the key-value head kv.
 struct HeadRange {
     int first, count, kv;
@@ -65,6 +77,68 @@ struct LayerShape {
     int heads, kv_heads, head_dim, head_pitch;
 };
 
+// Prepares one head of a warp: a query for which < 0, the key for 0, the value for 1. It is written to `query`, or to
+// `own` with its scale, and to the cache at `cached` unless that is null. With ROTATES queries and keys are transformed
+// as for an int8 cache.
+template <int D, class CACHE, bool ROTATES, int PAIRS>
+__device__ __forceinline__ void prepare_head(
+    float (&low)[PAIRS], float (&high)[PAIRS], const HeadParams& params, const LayerShape& layer, int which,
+    const float (&cosine)[PAIRS], const float (&sine)[PAIRS], __half* query, CACHE* own, __half* own_scale,
+    CACHE* cached, __half* cached_scale) {
+    const int lane = threadIdx.x % WARP, half = layer.head_dim / 2;
+    const float* const norm_weight = which < 0    ? params.q_norm_weight
+                                     : which == 0 ? params.k_norm_weight
+                                                  : params.v_norm_weight;
+    norm_and_rope(low, high, params, norm_weight, which <= 0, layer.head_dim, cosine, sine);
+    if (ROTATES && which <= 0) rotate_head(low, high, layer.head_dim);
+    if (IS_INT8<CACHE> && which >= 0) {
+        if constexpr (IS_INT8<CACHE>) {
+            const __half scale = quantize_head(cached ? cached : own, own, low, high, layer.head_dim, layer.head_pitch);
+            if (lane == 0) *own_scale = scale;
+            if (lane == 0 && cached) *cached_scale = scale;
+        }
+    } else {
+        __half* const prepared = which < 0 ? query : reinterpret_cast<__half*>(own);
+        __half* const stored = reinterpret_cast<__half*>(cached);
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+            const int pair = p * WARP + lane;
+            if (pair >= half) continue;
+            prepared[pair] = __float2half_rn(low[p]), prepared[half + pair] = __float2half_rn(high[p]);
+            if (stored) stored[pair] = prepared[pair], stored[half + pair] = prepared[half + pair];
+        }
+#pragma unroll 1
+        for (int d = layer.head_dim + lane; d < D; d += WARP) {
+            prepared[d] = __float2half_rn(0.0f);
+            if (stored && d < layer.head_pitch) stored[d] = prepared[d];
+        }
+    }
+}
+
+// The pairs of elements of a head that this lane has, from `lows` on.
+template <int PAIRS>
+__device__ __forceinline__ void fetch_head(
+    const __half* lows, int lane, int half, float (&low)[PAIRS], float (&high)[PAIRS]) {
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p) {
+        const bool inside = p * WARP + lane < half;
+        low[p] = inside ? __half2float(lows[p * WARP]) : 0.0f;
+        high[p] = inside ? __half2float(lows[half + p * WARP]) : 0.0f;
+    }
+}
+
+// Fetches the weights of norms into the L2 cache.
+template <int D>
+__device__ __forceinline__ void prefetch_norms(const HeadParams& params, int head_dim) {
+    static_assert(D <= 16 * 32, "a thread for each cache line of a norm's weight");
+    const int norm = threadIdx.x / 16, line = threadIdx.x % 16 * 32;
+    const float* const weight = norm == 0   ? params.q_norm_weight
+                                : norm == 1 ? params.k_norm_weight
+                                : norm == 2 ? params.v_norm_weight
+                                            : nullptr;
+    if (weight && line < head_dim) prefetch_l2(weight + line);
+}
+
 // Fills `new_token`, one warp a head at a time, from the token's row of the projection, which is complete when `wait`
 // returns. The key and the value only if `newest`; then they are written to the cache too, at `key` and `value` with
 // their scales, unless these are null. With ROTATES queries and keys are transformed as for an int8 cache.
@@ -78,63 +152,70 @@ __device__ __forceinline__ void prepare_new_token(
         const int head = task < at.count ? at.first + task : layer.heads + (task - at.count) * layer.kv_heads + at.kv;
         return projection + head * layer.head_dim + lane;
     };
-    const auto fetch = [&](const __half* lows, float (&low)[PAIRS], float (&high)[PAIRS]) {
-#pragma unroll
-        for (int p = 0; p < PAIRS; ++p) {
-            const bool inside = p * WARP + lane < half;
-            low[p] = inside ? __half2float(lows[p * WARP]) : 0.0f;
-            high[p] = inside ? __half2float(lows[half + p * WARP]) : 0.0f;
-        }
-    };
     int task = threadIdx.x / WARP;
     const __half* own_lows = lows(min(task, tasks - 1));
     asm volatile("" : "+l"(own_lows));  // found before the wait
-    static_assert(D <= 16 * 32, "a thread for each cache line of a norm's weight");
-    const int norm = threadIdx.x / 16, line = threadIdx.x % 16 * 32;
-    const float* const weight = norm == 0   ? params.q_norm_weight
-                                : norm == 1 ? params.k_norm_weight
-                                : norm == 2 ? params.v_norm_weight
-                                            : nullptr;
-    if (weight && line < layer.head_dim) prefetch_l2(weight + line);
+    prefetch_norms<D>(params, layer.head_dim);
     wait();
     float low[PAIRS], high[PAIRS], next_low[PAIRS], next_high[PAIRS];
-    fetch(own_lows, low, high);
+    fetch_head(own_lows, lane, half, low, high);
 #pragma unroll 1
     for (; task < tasks; task += WARPS) {
-        if (task + WARPS < tasks) fetch(lows(task + WARPS), next_low, next_high);
+        if (task + WARPS < tasks) fetch_head(lows(task + WARPS), lane, half, next_low, next_high);
         const int which = task - at.count;  // 0 the key, 1 the value
         CACHE* const cached = which < 0 ? nullptr : which == 0 ? key : value;
-        const float* const norm_weight = which < 0    ? params.q_norm_weight
-                                         : which == 0 ? params.k_norm_weight
-                                                      : params.v_norm_weight;
-        norm_and_rope(low, high, params, norm_weight, which <= 0, layer.head_dim, cosine, sine);
-        if (ROTATES && which <= 0) rotate_head(low, high, layer.head_dim);
-        if (IS_INT8<CACHE> && which >= 0) {
-            if constexpr (IS_INT8<CACHE>) {
-                CACHE* const own = new_token.kv[which];
-                const __half scale =
-                    quantize_head(cached ? cached : own, own, low, high, layer.head_dim, layer.head_pitch);
-                if (lane == 0) new_token.scales[which] = scale;
-                if (lane == 0 && cached) *(which == 0 ? key_scale : value_scale) = scale;
-            }
-        } else {
-            __half* const prepared = which < 0 ? new_token.query[task] : reinterpret_cast<__half*>(new_token.kv[which]);
-            __half* const stored = reinterpret_cast<__half*>(cached);
-#pragma unroll
-            for (int p = 0; p < PAIRS; ++p) {
-                const int pair = p * WARP + lane;
-                if (pair >= half) continue;
-                prepared[pair] = __float2half_rn(low[p]), prepared[half + pair] = __float2half_rn(high[p]);
-                if (stored) stored[pair] = prepared[pair], stored[half + pair] = prepared[half + pair];
-            }
-#pragma unroll 1
-            for (int d = layer.head_dim + lane; d < D; d += WARP) {
-                prepared[d] = __float2half_rn(0.0f);
-                if (stored && d < layer.head_pitch) stored[d] = prepared[d];
-            }
-        }
+        prepare_head<D, CACHE, ROTATES>(
+            low, high, params, layer, which, cosine, sine, new_token.query[task], new_token.kv[which],
+            &new_token.scales[which], cached, which == 0 ? key_scale : value_scale);
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) low[p] = next_low[p], high[p] = next_high[p];
+    }
+}
+
+// The same where rows of the projection before the token's, `pitch` elements apart, are of the tokens before it. The
+// keys and values of `count` tokens are prepared, of the one `first` positions before the new token and of those before
+// that: the new token's in `new_token`, those of others in `drafts`. position: the new token's.
+template <int D, class CACHE, bool ROTATES, class WAIT>
+__device__ __forceinline__ void prepare_new_tokens(
+    const __half* projection, long long pitch, WAIT wait, const HeadParams& params, const LayerShape& layer,
+    const HeadRange& at, int position, int first, int count, NewToken<D, CACHE>& new_token,
+    DraftTokens<D, CACHE>& drafts, CACHE* key, CACHE* value, __half* key_scale, __half* value_scale) {
+    constexpr int PAIRS = D / 64;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, half = layer.head_dim / 2;
+    const int tasks = at.count + 2 * count;
+    const auto which_of = [&](int task) { return task < at.count ? -1 : (task - at.count) & 1; };
+    const auto back_of = [&](int task) { return task < at.count ? 0 : first + (task - at.count) / 2; };
+    const auto lows = [&](int task) {  // of this lane
+        const int which = which_of(task);
+        const int head = which < 0 ? at.first + task : layer.heads + which * layer.kv_heads + at.kv;
+        return projection - back_of(task) * pitch + head * layer.head_dim + lane;
+    };
+    const __half* own_lows = lows(min(warp, tasks - 1));
+    asm volatile("" : "+l"(own_lows));  // found before the wait
+    prefetch_norms<D>(params, layer.head_dim);
+    if (warp >= tasks) {
+        wait();
+        return;
+    }
+    float low[PAIRS], high[PAIRS], next_low[PAIRS], next_high[PAIRS], cosine[PAIRS], sine[PAIRS];
+#pragma unroll 1
+    for (int task = warp; task < tasks; task += WARPS) {
+        const int which = which_of(task), back = back_of(task);
+        if (which <= 0) rope_angles(params, position - back, layer.head_dim, cosine, sine);
+        if (task < WARPS) {
+            wait();
+            fetch_head(own_lows, lane, half, low, high);
+        } else {
+#pragma unroll
+            for (int p = 0; p < PAIRS; ++p) low[p] = next_low[p], high[p] = next_high[p];
+        }
+        if (task + WARPS < tasks) fetch_head(lows(task + WARPS), lane, half, next_low, next_high);
+        CACHE* const cached = which < 0 || back > 0 ? nullptr : which == 0 ? key : value;
+        prepare_head<D, CACHE, ROTATES>(
+            low, high, params, layer, which, cosine, sine, new_token.query[task],
+            back == 0 ? new_token.kv[which] : drafts.kv[back - 1][which],
+            back == 0 ? &new_token.scales[which] : &drafts.scales[back - 1][which], cached,
+            which == 0 ? key_scale : value_scale);
     }
 }
 
@@ -208,14 +289,15 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // tokens before each new one whose keys and values earlier kernels of the step may have written. Dynamic shared memory:
 // STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may
 // be read together with what follows; or LARGE_SCORES bytes, into which records of large heads fit.
-template <int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE>
+template <
+    int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE, bool DRAFTS>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const __half* qkv, long long pitch, const float* q_norm_weight, const float* k_norm_weight,
     const float* v_norm_weight, const float* frequencies, float eps, float rope_scale, const int* context_lens,
     const int* block_tables, int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales,
     __half* value_scales, float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch,
     int heads, int kv_heads, int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance,
-    const int* lengths, int max_segments, float softcap, int starts_next, int written) {
+    const int* lengths, int max_segments, float softcap, int starts_next, int written, const int* draft_offsets) {
     constexpr bool HOLDS_SCORES = KIND == BIASED || KIND == CAPPED || KIND == ALIBI;  // else scaled dot products
     constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
     constexpr int PIECES = ROW / 16;                                   // of a head
@@ -223,6 +305,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     constexpr int SUB = KEYS < BLOCK_SIZE ? KEYS : BLOCK_SIZE, SUBS = KEYS / SUB;     // keys of a granule, granules
     constexpr int SCALES = IS_INT8<CACHE> ? (KEYS * UNIT * 2 + 127) / 128 * 128 : 0;  // chunks are aligned to 128 bytes
     constexpr int STAGE = CHUNK + SCALES;
+    constexpr int SCORE_BYTES = D > LARGE_DEPTH ? LARGE_SCORES : (SEGMENT + GROUP) * HEADS * 4;
     constexpr int TILES = SEGMENT / TILE, TILE_GROUPS = TILE / GROUP;
     // Tasks at a time. Before the loading warp replaces a task, the chunk STAGES before the new task's first one has
     // been read. Each task has two chunks or more, so that chunk belongs to a later task than the replaced one.
@@ -239,6 +322,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     static_assert(sizeof(Scratch) <= MERGE_BYTES, "it fits");
     static_assert(
         ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
+    static_assert(!DRAFTS || (HAS_NEW_KEY<KIND> && WORK != ITEMS), "who else needs no drafts");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     if (starts_next) launch_dependent_grids();
@@ -251,6 +335,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         NewToken<D, CACHE> new_token;
         Task tasks[WORK == ITEMS ? TASKS : 1];
     } own;
+    [[maybe_unused]] DraftTokens<D, CACHE>& draft_tokens =
+        *reinterpret_cast<DraftTokens<D, CACHE>*>(shared + STAGES * STAGE + SCORE_BYTES);
     // Scores fp32 [SEGMENT][HEADS]. In phase 2 the weights of a key, fp16 [HEADS], replace its scores: they take one
     // half of the 32 bytes, and partial sums of weights (see tile_sum) the other.
     const unsigned scores = opaque(cast_smem_ptr_to_uint(shared)) + STAGES * STAGE;
@@ -281,12 +367,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         const unsigned unit = blockIdx.x / UNIT, pair = WORK == ONE_PAIR ? unit : unit / max_segments;
         const int sequence = pair / groups, index = WORK == ONE_PAIR ? 0 : unit - pair * max_segments;
         if (warp == WARPS) table = table_of(sequence, index);
+        const int drafts = DRAFTS ? min(MAX_DRAFTS, draft_offsets[sequence]) : 0;
         const KeyRange range = contexts.range<KIND>(sequence);
         const int segment = WORK == ONE_PAIR ? 0 : range.first + index;
         if (segment > range.last) return;
         if (warp == WARPS && segment != index) table = table_of(sequence, segment);
         only = segment_task<KIND, SUB>(
             sequence, pair, segment, HeadRange::of(pair % groups, heads, kv_heads), range, segment == range.last);
+        if (DRAFTS) only.present = min(only.stop, max(only.first * SUB, only.position - drafts - segment * SEGMENT));
         only.is_new = only.is_right = only.written = only.has_own_block = 1;
         only.first_record = pair * max_segments, only.record = only.first_record + segment - range.first;
         only.segments = range.segments(), only.folds = WORK == ONE_PAIR || only.segments == 1;
@@ -404,8 +492,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
         const Task& task = WORK == ITEMS ? own.tasks[number % TASKS] : only;
         if (WORK == ITEMS && task.sequence < 0) break;
         if (task.is_new) {
-            float cosine[D / 64], sine[D / 64];
-            if (warp <= task.heads.count)  // the warps of the queries and of the key
+            [[maybe_unused]] float cosine[D / 64], sine[D / 64];
+            if (!DRAFTS && warp <= task.heads.count)  // the warps of the queries and of the key
                 rope_angles(params, task.position, head_dim, cosine, sine);
             const bool writes = task.newest && rank == 0;
             long long token = 0;
@@ -422,10 +510,21 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     launch_dependent_grids();
                 }
             };
-            prepare_new_token<D, CACHE, IS_INT8<CACHE> && KIND != CROSS>(
-                qkv + task.sequence * pitch, wait, params, {heads, kv_heads, head_dim, head_pitch}, task.heads, cosine,
-                sine, own.new_token, task.newest, writes ? keys + token * head_pitch : nullptr,
-                writes ? values + token * head_pitch : nullptr, key_scales + token, value_scales + token);
+            constexpr bool ROTATES = IS_INT8<CACHE> && KIND != CROSS;
+            const LayerShape layer = {heads, kv_heads, head_dim, head_pitch};
+            CACHE *const key = writes ? keys + token * head_pitch : nullptr, *const value =
+                                                                                 writes ? values + token * head_pitch
+                                                                                        : nullptr;
+            if constexpr (DRAFTS) {
+                prepare_new_tokens<D, CACHE, ROTATES>(
+                    qkv + task.sequence * pitch, pitch, wait, params, layer, task.heads, task.position,
+                    task.position - task.segment * SEGMENT - (task.stop - 1), task.stop - task.present, own.new_token,
+                    draft_tokens, key, value, key_scales + token, value_scales + token);
+            } else {
+                prepare_new_token<D, CACHE, ROTATES>(
+                    qkv + task.sequence * pitch, wait, params, layer, task.heads, cosine, sine, own.new_token,
+                    task.newest, key, value, key_scales + token, value_scales + token);
+            }
             computing_sync();
             query.load(own.new_token.query);
             if constexpr (KIND == ALIBI) {
@@ -448,6 +547,28 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             if (IS_INT8<CACHE> && tile == 0 && lane == 0)
                 st_shared_half(chunk + CHUNK + new_row * 2, own.new_token.scales[1]);
         };
+        // With DRAFTS the keys from new_key on are new. Those of the token `key` of the segment, or the values, with
+        // their scale.
+        [[maybe_unused]] const auto new_head = [&](int key, int which) {
+            const int back = task.position - task.segment * SEGMENT - key;
+            return back == 0 ? own.new_token.kv[which] : draft_tokens.kv[back - 1][which];
+        };
+        [[maybe_unused]] const auto new_scale = [&](int key, int which) {
+            const int back = task.position - task.segment * SEGMENT - key;
+            return back == 0 ? own.new_token.scales[which] : draft_tokens.scales[back - 1][which];
+        };
+        // The same as write_new_value for all new tokens among the `count` keys of a chunk from `from` on.
+        [[maybe_unused]] const auto write_new_values = [&](unsigned chunk, int from, int count, int tile) {
+            const int piece = tile * TILE_PIECES + lane % TILE_PIECES;
+            if (tile >= ELEMENT_TILES) return;
+            for (int key = max(task.present, from) + lane / TILE_PIECES; key < min(task.stop, from + count);
+                 key += WARP / TILE_PIECES) {
+                st_shared_v4(
+                    chunk + value_layout.offset(key - from, piece),
+                    *reinterpret_cast<const uint4*>(new_head(key, 1) + rank * RANK_ELEMENTS + piece * EACH));
+                if (IS_INT8<CACHE> && piece == 0) st_shared_half(chunk + CHUNK + (key - from) * 2, new_scale(key, 1));
+            }
+        };
         if constexpr (RESIDENT) {  // early, while other warps compute scores
             if (warp >= WARPS - ELEMENT_TILES && new_key < SEGMENT) {
                 constexpr int GRANULES = SUBS * UNIT;  // of a chunk of values
@@ -455,8 +576,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 const int row = new_key - first * SUB;
                 Stages<STAGES, STAGE, WARPS> values = stages;
                 values.skip(key_chunks + row / (GRANULES * SUB));
-                values.wait_full();
-                write_new_value(values.address(), row % (GRANULES * SUB), WARPS - 1 - warp);
+                if constexpr (DRAFTS) {
+#pragma unroll 1
+                    for (int from = first * SUB + row / (GRANULES * SUB) * (GRANULES * SUB); from < task.stop;
+                         from += GRANULES * SUB, values.next()) {
+                        values.wait_full();
+                        write_new_values(values.address(), from, GRANULES * SUB, WARPS - 1 - warp);
+                    }
+                } else {
+                    values.wait_full();
+                    write_new_value(values.address(), row % (GRANULES * SUB), WARPS - 1 - warp);
+                }
             }
         }
 
@@ -484,7 +614,21 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     if (!whole) {
                         if (key >= stop) break;
                         const int at = new_key - key;
-                        if (at >= 0 && at < GROUP) {
+                        if constexpr (DRAFTS) {
+                            constexpr int LANES = PIECES < WARP ? PIECES : WARP;  // of a key
+#pragma unroll 1
+                            for (int i16 = max(at, 0) + lane / LANES; i16 < min(stop - key, GROUP);
+                                 i16 += WARP / LANES) {
+#pragma unroll
+                                for (int piece = lane % LANES; piece < PIECES; piece += LANES)
+                                    st_shared_v4(
+                                        chunk + ChunkLayout{log2_of(PIECES)}.offset(i * GROUP + i16, piece),
+                                        reinterpret_cast<const uint4*>(new_head(key + i16, 0))[piece]);
+                                if (IS_INT8<CACHE> && lane % LANES == 0)
+                                    st_shared_half(chunk + CHUNK + (i * GROUP + i16) * 2, new_scale(key + i16, 0));
+                            }
+                            __syncwarp();
+                        } else if (at >= 0 && at < GROUP) {
 #pragma unroll
                             for (int piece = lane; piece < (PIECES > WARP ? PIECES : WARP); piece += WARP)
                                 if (PIECES >= WARP || piece < PIECES)
@@ -678,9 +822,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                 stages.wait_full();
                 if (ELEMENT_TILES >= WARPS || warp < ELEMENT_TILES) {
                     const int count = min(end - granule, SUBS * UNIT), new_row = new_key - granule * SUB;
-                    if (!RESIDENT && new_row >= 0 && new_row < count * SUB) {  // each warp writes what it reads
+                    const bool has_new = new_row < count * SUB && (DRAFTS ? new_key < task.stop : new_row >= 0);
+                    if (!RESIDENT && has_new) {  // each warp writes what it reads
 #pragma unroll
-                        for (int p = 0; p < PARTS; ++p) write_new_value(chunk, new_row, warp + p * WARPS);
+                        for (int p = 0; p < PARTS; ++p) {
+                            if constexpr (DRAFTS)
+                                write_new_values(chunk, granule * SUB, count * SUB, warp + p * WARPS);
+                            else
+                                write_new_value(chunk, new_row, warp + p * WARPS);
+                        }
                         if constexpr (IS_INT8<CACHE>)  // but for the scale
                             asm volatile("bar.sync 2, %0;" ::"n"(min_of(ELEMENT_TILES, WARPS) * WARP) : "memory");
                         else

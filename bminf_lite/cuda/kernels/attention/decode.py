@@ -14,6 +14,7 @@ from ..constants import (
     DECODE_GROUP,
     DECODE_HEADS,
     DECODE_LARGE_SCORES,
+    DECODE_MAX_DRAFTS,
     DECODE_MAX_UNIT,
     DECODE_THREADS,
     LARGE_SHARED_MEMORY,
@@ -24,7 +25,7 @@ from ..constants import (
     ScoreKind,
     attention_tile,
 )
-from ..instantiations import Capability, KernelFamily, Together, numbers
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
 from .heads import ELEMENTS, INT8, LARGE_HEAD_DIM, element_of, head_arguments, head_pitch_of, max_head_dim, scores_of
 
@@ -53,12 +54,14 @@ SMS_PER_BLOCK = 4
 """With at least ``SMS_PER_BLOCK`` SMs for each block, the next kernel may start with attention: it finds room."""
 SEGMENT_WAVES = 2
 """Units of one segment that a launch may have for each one that runs at the same time."""
+RESERVED = 1 << 10
+"""Bytes of shared memory that a block takes beside its own."""
 CAUSAL, BIASED, CROSS, SHARED = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS, DecodeMask.SHARED))
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """One kernel without its last three template arguments; chunks of keys and values have ``chunk`` bytes.
+    """One kernel without its last template arguments; chunks of keys and values have ``chunk`` bytes.
 
     ``stages`` chunks are in shared memory at a time, and ``blocks`` blocks on an SM.
     """
@@ -79,6 +82,20 @@ class DecodeConfig:
         scales = round_up(keys * unit * 2, 128) if element == INT8 else 0
         scores = DECODE_LARGE_SCORES if self.depth > LARGE_HEAD_DIM else (SEGMENT + DECODE_GROUP) * DECODE_HEADS * 4
         return self.stages * (self.chunk + scales) + scores
+
+    def static(self) -> int:
+        """A bound of the bytes of static shared memory."""
+        return (3 << 10) + 20 * self.depth
+
+    def draft_bytes(self, element: str) -> int:
+        """Bytes of dynamic shared memory for keys and values of drafts: ``DraftTokens`` in ``decode.cu``."""
+        return DECODE_MAX_DRAFTS * 2 * (self.depth * (1 if element == INT8 else 2) + 2)
+
+    def holds_drafts(self, capability: Capability, element: str, unit: int) -> bool:
+        """Whether the keys and values of drafts fit too."""
+        memory = shared_memory_per_block(capability)
+        taken = self.shared(element, unit) + self.static() + self.draft_bytes(element)
+        return taken <= memory and self.blocks * (taken + RESERVED) <= memory + RESERVED
 
 
 def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeConfig:
@@ -106,6 +123,18 @@ def launch_config(
     config = decode_config(capability, head_dim, kind)
     packed = (unit, work, element) == (1, DecodeWork.ONE_PAIR, INT8) and capability in THREE_BLOCKS
     return replace(config, stages=2, blocks=3) if packed and config.blocks == 2 else config
+
+
+def prepares_drafts(
+    capability: Capability, config: DecodeConfig, kind: int, unit: int, work: DecodeWork, element: str
+) -> bool:
+    """Whether a kernel may prepare the keys and values of drafts before a row itself.
+
+    It does so for a row's own tokens, where blocks do not find their items, and where the memory suffices.
+    """
+    return (
+        kind not in (CROSS, SHARED) and work is not DecodeWork.ITEMS and config.holds_drafts(capability, element, unit)
+    )
 
 
 def max_unit(capability: Capability, depth: int) -> int:
@@ -136,19 +165,24 @@ class AttentionDecode:
         """For all head sizes: these differ in their tiles only below a power of two."""
         for kind in numbers(DecodeMask):
             launched = {
-                (launch_config(capability, size, kind, unit, work, element).template(), (unit, int(work)), element)
+                (config.template(), (unit, int(work)), element, drafts)
                 for size in range(HEAD_PAD, max_head_dim(capability) + 1, HEAD_PAD)
                 for unit, work in UNIT_WORK
                 for element in ELEMENTS
                 if unit <= max_unit(capability, decode_config(capability, size, kind).depth)
+                for config in (launch_config(capability, size, kind, unit, work, element),)
+                for drafts in BOOLEANS[: 1 + prepares_drafts(capability, config, kind, unit, work, element)]
             }
             templates = dict.fromkeys(template for template, *_ in sorted(launched))
             works = tuple(Together((unit, int(work))) for unit, work in UNIT_WORK)
+            drafts = tuple(sorted({each[-1] for each in launched}))
             yield KernelFamily(
                 cls.source,
                 "attention_decode",
-                (tuple(templates), works, (kind,), ELEMENTS),
-                lambda template, work, _, element, launched=launched: (template, work, element) in launched,
+                (tuple(templates), works, (kind,), ELEMENTS, drafts),
+                lambda template, work, _, element, drafts, launched=launched: (
+                    (template, work, element, drafts) in launched
+                ),
             )
 
     def grid(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> DecodeGrid:
@@ -172,6 +206,13 @@ class AttentionDecode:
         if work is DecodeWork.ONE_PAIR or units <= min(SEGMENT_WAVES * blocks, MAX_RECORDS):
             return DecodeGrid(work, 1, units, max_segments)
         return DecodeGrid(DecodeWork.ITEMS, 1, blocks, max_segments)
+
+    def prepares_drafts(self, spec: AttentionSpec, cache: LayerCache, batch_size: int, max_context_len: int) -> bool:
+        """Whether :meth:`launch` takes ``draft_offsets`` for ``batch_size`` rows and that bound of their tokens."""
+        kind, grid = int(scores_of(spec).decode_mask), self.grid(spec, batch_size, max_context_len)
+        capability, element = self._launcher.device.compute_capability, element_of(cache)
+        config = launch_config(capability, spec.head_dim, kind, grid.unit, grid.work, element)
+        return prepares_drafts(capability, config, kind, grid.unit, grid.work, element)
 
     def record_elements(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> int:
         """fp32 numbers of the scratch ``records``, for contexts of at most ``max_context_len`` tokens."""
@@ -197,6 +238,7 @@ class AttentionDecode:
         lengths: cp.ndarray | None = None,
         is_shared: bool = False,
         written: int = 0,
+        draft_offsets: cp.ndarray | None = None,
     ) -> None:
         """Attention of one new token per sequence, fp16 ``[B, heads * head_dim]``, into ``out``.
 
@@ -206,6 +248,10 @@ class AttentionDecode:
         holds encoded sources of those lengths. If the cache ``is_shared``, ``qkv`` holds queries only too, and the
         cache the new token's key and value. Of the tokens before a new one, earlier kernels of the step may have
         written the last ``written`` to the cache, and no others unless that is 0.
+
+        With ``draft_offsets``, int32 ``[B]``, of which none is above ``DECODE_MAX_DRAFTS``, row ``b`` sees the keys and
+        values of the tokens of that many rows before it, which are of the same sequence and one after another; see
+        :meth:`prepares_drafts`. No earlier kernel of the step has stored them.
 
         ``records`` is fp32, of at least :meth:`record_elements`, ``arrival_counts`` int32, of at least
         :meth:`arrival_elements`. No other kernel may use them at the same time. ``max_context_len`` is a
@@ -219,6 +265,8 @@ class AttentionDecode:
         config = launch_config(
             self._launcher.device.compute_capability, spec.head_dim, kind, grid.unit, grid.work, element
         )
+        has_drafts = draft_offsets is not None
+        assert not has_drafts or self.prepares_drafts(spec, cache, batch_size, max_context_len)
         starts_next = grid.units * grid.unit * SMS_PER_BLOCK <= self._launcher.num_sms
         if kind != CROSS:  # a cross-attention over empty sources does not wait
             step.attends(starts_next)
@@ -226,7 +274,8 @@ class AttentionDecode:
         self._launcher.launch(
             step,
             self.source,
-            f"attention_decode<{config.template()}, {grid.unit}, {int(grid.work)}, {kind}, {element}>",
+            f"attention_decode<{config.template()}, {grid.unit}, {int(grid.work)}, {kind}, {element}, "
+            f"{BOOLEANS[has_drafts]}>",
             grid.units * grid.unit,
             DECODE_THREADS,
             (
@@ -259,8 +308,9 @@ class AttentionDecode:
                 scores.softcap,
                 starts_next,
                 written,
+                address(draft_offsets),
             ),
-            shared=config.shared(element, grid.unit),
+            shared=config.shared(element, grid.unit) + (config.draft_bytes(element) if has_drafts else 0),
             cluster=grid.unit if grid.unit > 1 else None,
             dependent=is_unwritten or (written > 0 and step.is_under_way),
             bytes_moved=nbytes_of(qkv, out)
