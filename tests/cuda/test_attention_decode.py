@@ -91,7 +91,8 @@ def test_shared_memory_fits(capability: tuple[int, int]) -> None:
                 assert config.blocks * (shared + static + 1024) <= (MOST_SHARED[capability] + 1) << 10
                 if prepares_drafts(capability, config, kind, unit, work, element):
                     shared += config.draft_bytes(element)
-                    assert config.blocks * (shared + config.static() + 1024) <= (MOST_SHARED[capability] + 1) << 10
+                    blocks = config.blocks if unit <= 2 else 1
+                    assert blocks * (shared + config.static() + 1024) <= (MOST_SHARED[capability] + 1) << 10
                     assert shared + config.static() <= MOST_SHARED[capability] << 10
 
 

@@ -565,7 +565,7 @@ def _load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
 
 
 def _store(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
-    target, source = instruction.operands
+    target, source, *barrier = instruction.operands
     bits, names = 8 * instruction.itemsize, _parts(source)
     address = grid.address(target, lanes)
     is_shared = address >= _SHARED
@@ -576,6 +576,11 @@ def _store(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     memory, index = grid.view(instruction.space, address, bits // 8, len(names), lanes, Kind.WRITE)
     for i, name in enumerate(names):
         memory[index + i] = grid.get(name, f"b{bits}", lanes)
+    if barrier:  # st.async, whose bytes an mbarrier of the same block counts
+        for key in _barriers(grid, barrier[0], lanes):
+            grid.barriers[key][2] -= bits // 8 * len(names)
+            _complete_phase(grid.barriers[key])
+        grid.phases_changed = True
 
 
 def _add_and_load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
@@ -987,7 +992,11 @@ def _multiply_matrices(grid: Grid, instruction: Instruction, lanes: Lanes) -> No
 
 
 def _barriers(grid: Grid, operand: str, lanes: Lanes) -> Iterator[tuple[int, int]]:
-    return zip(grid.block[lanes].tolist(), grid.address(operand, lanes).tolist(), strict=True)
+    """The mbarriers that lanes name: of their own block, or of another one in the cluster."""
+    address, block = grid.address(operand, lanes), grid.block[lanes]
+    rank = (address >> _CLUSTER) - 1
+    block = np.where(rank < 0, block, block // grid.cluster * grid.cluster + rank)
+    return zip(block.tolist(), (address & _IN_BLOCK).tolist(), strict=True)
 
 
 def _complete_phase(barrier: list[int]) -> None:

@@ -286,9 +286,10 @@ __device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;
 // [record_capacity, Records::FLOATS]; record_capacity is at least the number of blocks for ITEMS, of units for
 // ONE_SEGMENT. arrival_counts: int32, for each pair, or for each block of a unit of each pair; zero before and after.
 // starts_next: if the next kernel may start at once, else when the projection is complete. written: the number of
-// tokens before each new one whose keys and values earlier kernels of the step may have written. Dynamic shared memory:
-// STAGES chunks with their scales, and 32 bytes for each of SEGMENT + GROUP keys, because the last GROUP of weights may
-// be read together with what follows; or LARGE_SCORES bytes, into which records of large heads fit.
+// tokens before each new one whose keys and values earlier kernels of the step may have written. draft_offsets: int32
+// [B], at most MAX_DRAFTS each, for DRAFTS. Dynamic shared memory: STAGES chunks with their scales, and 32 bytes for
+// each of SEGMENT + GROUP keys, because the last GROUP of weights may be read together with what follows; or
+// LARGE_SCORES bytes, into which records of large heads fit. Behind that, DraftTokens for DRAFTS.
 template <
     int D, int TILE, int CHUNK, int STAGES, int BLOCKS_PER_SM, int UNIT, int WORK, int KIND, class CACHE, bool DRAFTS>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
@@ -322,7 +323,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     static_assert(sizeof(Scratch) <= MERGE_BYTES, "it fits");
     static_assert(
         ELEMENT_TILES > 0 && (WORK != ITEMS || UNIT == 1), "a block has elements, and items are of one block");
-    static_assert(!DRAFTS || (HAS_NEW_KEY<KIND> && WORK != ITEMS), "who else needs no drafts");
+    static_assert(!DRAFTS || (HAS_NEW_KEY<KIND> && WORK != ITEMS), "a unit of one item prepares drafts");
     static_assert(TILE % GROUP == 0 && SEGMENT % TILE == 0 && SUB % GROUP == 0, "whole groups");
     extern __shared__ __align__(128) char shared[];
     if (starts_next) launch_dependent_grids();
@@ -547,8 +548,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             if (IS_INT8<CACHE> && tile == 0 && lane == 0)
                 st_shared_half(chunk + CHUNK + new_row * 2, own.new_token.scales[1]);
         };
-        // With DRAFTS the keys from new_key on are new. Those of the token `key` of the segment, or the values, with
-        // their scale.
+        // With DRAFTS all keys from new_key on are new. The key (which = 0) or the value (1) of the segment's token
+        // number `key`, and its scale.
         [[maybe_unused]] const auto new_head = [&](int key, int which) {
             const int back = task.position - task.segment * SEGMENT - key;
             return back == 0 ? own.new_token.kv[which] : draft_tokens.kv[back - 1][which];
@@ -557,7 +558,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             const int back = task.position - task.segment * SEGMENT - key;
             return back == 0 ? own.new_token.scales[which] : draft_tokens.scales[back - 1][which];
         };
-        // The same as write_new_value for all new tokens among the `count` keys of a chunk from `from` on.
+        // As write_new_value, for all new tokens of a chunk that has `count` tokens from `from` on.
         [[maybe_unused]] const auto write_new_values = [&](unsigned chunk, int from, int count, int tile) {
             const int piece = tile * TILE_PIECES + lane % TILE_PIECES;
             if (tile >= ELEMENT_TILES) return;
@@ -617,15 +618,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                         if constexpr (DRAFTS) {
                             constexpr int LANES = PIECES < WARP ? PIECES : WARP;  // of a key
 #pragma unroll 1
-                            for (int i16 = max(at, 0) + lane / LANES; i16 < min(stop - key, GROUP);
-                                 i16 += WARP / LANES) {
+                            for (int new_at = max(at, 0) + lane / LANES; new_at < min(stop - key, GROUP);
+                                 new_at += WARP / LANES) {
 #pragma unroll
                                 for (int piece = lane % LANES; piece < PIECES; piece += LANES)
                                     st_shared_v4(
-                                        chunk + ChunkLayout{log2_of(PIECES)}.offset(i * GROUP + i16, piece),
-                                        reinterpret_cast<const uint4*>(new_head(key + i16, 0))[piece]);
+                                        chunk + ChunkLayout{log2_of(PIECES)}.offset(i * GROUP + new_at, piece),
+                                        reinterpret_cast<const uint4*>(new_head(key + new_at, 0))[piece]);
                                 if (IS_INT8<CACHE> && lane % LANES == 0)
-                                    st_shared_half(chunk + CHUNK + (i * GROUP + i16) * 2, new_scale(key + i16, 0));
+                                    st_shared_half(
+                                        chunk + CHUNK + (i * GROUP + new_at) * 2, new_scale(key + new_at, 0));
                             }
                             __syncwarp();
                         } else if (at >= 0 && at < GROUP) {

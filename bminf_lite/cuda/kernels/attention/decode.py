@@ -95,7 +95,7 @@ class DecodeConfig:
         """Whether the keys and values of drafts fit too."""
         memory = shared_memory_per_block(capability)
         taken = self.shared(element, unit) + self.static() + self.draft_bytes(element)
-        return taken <= memory and self.blocks * (taken + RESERVED) <= memory + RESERVED
+        return taken <= memory and blocks_per_sm(self.blocks, unit) * (taken + RESERVED) <= memory + RESERVED
 
 
 def decode_config(capability: Capability, head_dim: int, kind: int) -> DecodeConfig:
@@ -123,6 +123,11 @@ def launch_config(
     config = decode_config(capability, head_dim, kind)
     packed = (unit, work, element) == (1, DecodeWork.ONE_PAIR, INT8) and capability in THREE_BLOCKS
     return replace(config, stages=2, blocks=3) if packed and config.blocks == 2 else config
+
+
+def blocks_per_sm(blocks: int, unit: int) -> int:
+    """Blocks of an SM: not all SMs of a GPC hold two blocks of large clusters."""
+    return blocks if unit <= 2 else 1
 
 
 def prepares_drafts(
@@ -198,8 +203,7 @@ class AttentionDecode:
         units = pairs * max_segments
         work = DecodeWork.ONE_PAIR if max_context_len <= SEGMENT else DecodeWork.ONE_SEGMENT
         for unit in UNITS:
-            # Not all SMs of a GPC hold two blocks of large clusters.
-            places = num_sms * (config.blocks if unit <= 2 else 1)
+            places = num_sms * blocks_per_sm(config.blocks, unit)
             if unit <= max_unit(self._launcher.device.compute_capability, config.depth) and units * unit <= places:
                 return DecodeGrid(work, unit, units, max_segments)
         blocks = config.blocks * num_sms
