@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,3 +85,24 @@ def test_not_behind_a_prefill_of_the_same_step(chain):
     rows = chain.backend.array(np.ones((3, SPEC.qkv_features), np.float16))
     chain.backend.attention(rows, SPEC, cache, make_batch(chain.backend, [3], [0], TABLE))
     assert not chain.attends_early(cache, 3)
+
+
+@pytest.mark.gpu
+def test_drafts_are_stored_by_attention_itself(chain):
+    """One kernel, which starts early, and gives what it gives behind one that stores keys and values first."""
+    rows = chain.backend.array(np.random.default_rng(3).standard_normal((3, SPEC.qkv_features)).astype(np.float16))
+    batch = make_batch(chain.backend, [1, 1, 1], [5, 6, 7], np.repeat(TABLE, 3, axis=0))
+    offsets = chain.backend.array(np.arange(3, dtype=np.int32))
+    found, caches = [], []
+    for draft_offsets, launches in ((offsets, [True]), (None, [True, True])):
+        cache = chain.backend.layer_cache(2, SPEC.kv_heads, SPEC.head_dim)
+        for pool in (cache.keys, cache.values):
+            chain.backend.assign(pool, np.ones(pool.shape, np.float16))
+        chain.begins()
+        chain.dependent.clear()
+        drafts = replace(batch, has_drafts=True, draft_offsets=draft_offsets)
+        found.append(chain.backend.attention(rows, SPEC, cache, drafts).get())
+        assert chain.dependent == launches
+        caches.append([pool.get() for pool in (cache.keys, cache.values)])
+    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(*caches)
