@@ -45,6 +45,8 @@ CALLS = {
     "few_tokens_down_adapted": "add_results",
     "head_products": "multiply_head",
     "scalar_gate": "write_gate",
+    "delta_token": "compute_token",
+    "state_token": "compute_token",
 }
 """Kernels that are calls of a function, which waits."""
 
