@@ -72,14 +72,27 @@ class SideProduct:
 
 @model
 def shrink_rows(call: Call) -> None:
-    rows, k, side = call.arguments["rows"], call.k, SideProduct(call, call.arguments["rows"])
-    tiles, groups, cluster = (call.number(name) for name in ("TILES", "GROUPS", "CLUSTER"))
     wide, high, deep = call.launch.grid
-    call.require(
-        wide * 16 * groups == call.input_columns * cluster and high * 64 >= rows and deep, "blocks are missing"
-    )
+    cluster = call.number("CLUSTER")
+    call.require(wide * 16 == call.input_columns * cluster and high * 64 >= call.arguments["rows"] and deep, "blocks")
     call.require(call.launch.block == 256 and (call.launch.cluster or 1) == cluster, "threads")
-    call.require(call.launch.shared >= 9 * groups * 16 * tiles * 8 * 4, "too little shared memory")
+    write_inputs(call)
+
+
+@model
+def shrink_many_rows(call: Call) -> None:
+    groups, cluster = (call.number(name) for name in ("GROUPS", "CLUSTER"))
+    wide, high, deep = call.launch.grid
+    blocks = wide * 16 * groups == call.input_columns * cluster and high * 64 >= call.arguments["rows"] and deep
+    call.require(blocks, "blocks are missing")
+    call.require(call.launch.block == 128 and (call.launch.cluster or 1) == cluster, "threads")
+    part = 16 * groups * (-(-call.k // 256) | 1) * 64
+    call.require(call.launch.shared >= 32 * 1024 + 64 * (16 * groups + 8) * 4 + part, "too little shared memory")
+    write_inputs(call)
+
+
+def write_inputs(call: Call) -> None:
+    rows, k, side = call.arguments["rows"], call.k, SideProduct(call, call.arguments["rows"])
     x = call.rows("x", rows, call.x_pitch, k, HALF).astype(F32)
     for own, slot in side.used():
         call.require(not slot.down[..., k:].any(), "the padding of down is not zero")

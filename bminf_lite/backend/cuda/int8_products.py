@@ -6,6 +6,7 @@ the GPU has a kernel for them, take a kernel with an epilogue. cublasLt computes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import cupy as cp
@@ -189,11 +190,16 @@ class FusedProducts:
 
 @dataclass(frozen=True)
 class AdaptedProducts:
-    """Rows whose adapters a kernel with an epilogue adds. One row takes it too, which is quantized first."""
+    """Rows whose adapters a kernel with an epilogue adds. One row takes it too, which is quantized first.
+
+    The product of a few rows starts beside the kernel of its side inputs. Each such product has a counter of ``ready``,
+    in turn.
+    """
 
     results: ProductResults
     codes: InputCodes
     gemms: FusedGemms
+    ready: Iterator[int]
 
     def supports(self, product: Product) -> bool:
         weight = product.weight
@@ -209,7 +215,8 @@ class AdaptedProducts:
         rows, kernels = product.x.shape[0], results.kernels
         assert len(slots) == rows, "the rows of a product are not those of the step"
         codes, half = self.codes.with_half(product)
-        side = SideInputs(slots, adapters, results.arrays.empty((rows, adapters.columns), np.float16))
+        ready = 0 if rows >= MIN_ROWS else next(self.ready)
+        side = SideInputs(slots, adapters, results.arrays.empty((rows, adapters.columns), np.float16), ready)
         kernels.adapters.shrink(kernels.step, half, side)
         if leaves_activation(product):
             y = results.arrays.rows(*product.shape, np.float16)

@@ -6,6 +6,7 @@ while it writes the codes for that. For this an operation may return a deferred 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from ....cuda.kernels.arrays import PAD, round_up
 from ....cuda.kernels.constants import Epilogue
 from ....cuda.kernels.gemm.layouts import Layout
+from ....cuda.kernels.rowwise.adapters import PRODUCTS
 from ....cuda.runtime.cublaslt import Order
 from ...operations.products import ProductOperations
 from ...values import Array, ProductEpilogue
@@ -56,7 +58,13 @@ class CudaProductOperations(CudaDevice, ProductOperations):
             SumProducts(results, codes),
             FloatProducts(results),
         )
-        return Products(results, kernels, AdaptedProducts(results, codes, self.fused))
+        return Products(results, kernels, AdaptedProducts(results, codes, self.fused, self._counters()))
+
+    def _counters(self) -> Iterator[int]:
+        """The addresses of counters of products, in turn; they are made when the first is asked for."""
+        while True:
+            counters = self.scratch.zeros("products beside their side inputs", PRODUCTS, np.int32)
+            yield from range(counters.data.ptr, counters.data.ptr + counters.nbytes, counters.itemsize)
 
     def quantize(self, x: Array) -> tuple[Array, Array]:
         rows, k = x.shape

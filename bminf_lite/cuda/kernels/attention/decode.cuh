@@ -7,6 +7,7 @@
 #include "attention/softmax.cuh"
 #include "common/async.cuh"
 #include "common/cluster.cuh"
+#include "common/counters.cuh"
 #include "constants/decode.cuh"
 
 namespace bminf {
@@ -228,22 +229,6 @@ struct RecordSums {
 // block in PART_RECORDS, so those that they wait for always find a place on the GPU.
 __device__ __forceinline__ int log2_parts_of(int segments, int elements) {
     return 31 - __clz(min(MOST_PARTS, max(1, min(segments / PART_RECORDS, elements / PART_ELEMENTS))));
-}
-
-// Adds to a counter. What this block wrote before is visible to those who acquire the counter.
-__device__ __forceinline__ void red_add_release(int* counter, int x) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
-}
-
-// Adds 1 to a counter, or makes it 0 if it is `last`.
-__device__ __forceinline__ void red_increment(int* counter, int last) {
-    asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
-}
-
-__device__ __forceinline__ int ld_acquire(const int* p) {
-    int x;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-    return x;
 }
 
 // Counts the `written` records of a pair that has `segments`. When all are there, merges them from the left and writes

@@ -9,6 +9,7 @@
 // kernels take the ranks in this order, whichever operand is the left one.
 #pragma once
 #include "common/common.cuh"
+#include "common/counters.cuh"
 #include "common/tensor_cores.cuh"
 
 namespace bminf {
@@ -31,11 +32,15 @@ __device__ __forceinline__ uint2 ld_global_nc_v2(const void* p) {
 // The side product of a weight [outputs, k]. slots: of the rows, from 1 on, or 0; adapters: all slots of the weight, of
 // `adapter_stride` bytes each; inputs: fp16 [rows, input_columns], of which a section has `rank_pitch` columns. The
 // first three sections end at the outputs `end0`, `end1` and `end2`.
+//
+// ready: null, or a counter, 0 before and after, by which a product starts beside the kernel of its side inputs, see
+// wait_for_operands.
 struct SideProduct {
     const int* slots;
     const char* adapters;
     long long adapter_stride;
     const __half* inputs;
+    int* ready;
     int input_columns, rank_pitch, down_pitch, sections, end0, end1, end2, outputs;
 
     __device__ __forceinline__ int section(int output) const {
@@ -58,6 +63,15 @@ struct SideProduct {
     __device__ __forceinline__ uint2 input_ranks(int row, int section, int first) const {
         const int column = section * rank_pitch + first + threadIdx.x % 4 * 4;
         return ld_global_cg_v2(inputs + static_cast<size_t>(row) * input_columns + column);
+    }
+    // Waits for what the product multiplies, if there is a counter: a thread of each block calls it. shrink_rows, the
+    // kernel before the product, adds 1 to the counter (release) behind its own wait, when all kernels before it are
+    // complete and what they wrote is visible; who acquires that 1 sees it too. The inputs of the side product are
+    // complete only behind wait_on_dependent_grids, and so are the last reads of what the product may overwrite.
+    __device__ __forceinline__ void wait_for_operands() const {
+        while (ld_acquire(ready) == 0) {
+        }
+        red_increment(ready, gridDim.x);  // the last block makes it 0 again
     }
     static constexpr bool EXISTS = true;
 };

@@ -157,19 +157,24 @@ struct EpilogueScales {
 struct NoSideRows {
     static constexpr bool several = false;
     __device__ __forceinline__ NoSideRows(const NoSide&, int, int) {}
+    __device__ __forceinline__ void touch(int, int) {}
     __device__ __forceinline__ void begin(int, int) {}
 };
 
-// The side product of a warp's 16 rows with its groups of a tile, a batch of them at a time, which belong to one
+// The side product of a warp's 16 rows with its GROUPS groups of a tile, BATCH of them at a time, which belong to one
 // section. Of a slot that some of the rows have, tensor cores multiply the inputs of all rows by 8 outputs of `up`, and
 // a lane gets the sums for the same rows and channels as it has of the product.
-template <int WIDTH, int BATCH>
+template <int GROUPS, int WIDTH, int BATCH>
 struct SideRows {
-    static constexpr int NONE = 0xffff;  // the slot of rows that do not exist
-    // What a step of RANKS ranks multiplies.
+    static constexpr int NONE = 0xffff;     // the slot of rows that do not exist
+    static constexpr int MOST_TOUCHED = 2;  // times RANKS: more of `up` does not stay in the L1 cache
+    // This lane's ranks of both of its rows' inputs.
+    struct Inputs {
+        uint2 low, high;
+    };
     template <int COUNT>
-    struct Operands {
-        uint2 low, high, up[COUNT];
+    struct UpRows {
+        uint2 of[COUNT];
     };
     const SideProduct& side;
     int row, rows;    // this lane's first row, and of all rows
@@ -177,7 +182,9 @@ struct SideRows {
     int first, rank;  // the least slot of the rows, and its rank
     bool several;     // whether there are others
     int column, columns;
-    Operands<BATCH> ahead;  // of the next batch, if there is one slot
+    unsigned touched = 0;
+    Inputs inputs;        // the first ranks for the next batch, if there is one slot
+    UpRows<BATCH> ahead;  // of the next batch, if there is one slot
 
     __device__ __forceinline__ SideRows(const SideProduct& side, int row, int rows) : side(side), row(row), rows(rows) {
         own = (row < rows ? side.slots[row] : NONE) | (row + 8 < rows ? side.slots[row + 8] : NONE) << 16;
@@ -187,56 +194,86 @@ struct SideRows {
         return __reduce_min_sync(FULL, min(slot(0) > least ? slot(0) : NONE, slot(1) > least ? slot(1) : NONE));
     }
     __device__ __forceinline__ int rank_of(int slot) const { return slot == NONE ? 0 : side.rank(slot); }
-    // group: the first of the batch. Beyond the last output, the last ones are loaded.
+    // The first output of COUNT groups from `group` on. Beyond the last output they are the last ones.
     template <int COUNT>
-    __device__ __forceinline__ void load(Operands<COUNT>& x, int slot, int rank, int group, int at) const {
-        const int from = min(column + group % WIDTH * 8 + (group < WIDTH ? 0 : columns), side.outputs - COUNT * 8);
-        const int section = side.section(from);
-        const __half* up = side.up(slot, rank) + (from + threadIdx.x % WARP / 4) * static_cast<size_t>(rank) + at +
-                           threadIdx.x % 4 * 4;
-        x.low = side.input_ranks(min(row, rows - 1), section, at);
-        x.high = side.input_ranks(min(row + 8, rows - 1), section, at);
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n, up += 8 * rank) x.up[n] = ld_global_nc_v2(up);
+    __device__ __forceinline__ int output_of(int group) const {
+        return min(column + group % WIDTH * 8 + (group < WIDTH ? 0 : columns), side.outputs - COUNT * 8);
     }
     template <int COUNT>
-    __device__ __forceinline__ static void multiply(float (&d)[COUNT][4], const Operands<COUNT>& x) {
+    __device__ __forceinline__ int section_of(int group) const {
+        return side.section(output_of<COUNT>(group));
+    }
+    __device__ __forceinline__ Inputs load_inputs(int section, int at) const {
+        return {
+            side.input_ranks(min(row, rows - 1), section, at), side.input_ranks(min(row + 8, rows - 1), section, at)};
+    }
+    template <int COUNT>
+    __device__ __forceinline__ void load_up(UpRows<COUNT>& x, int slot, int rank, int group, int at) const {
+        const __half* up = side.up(slot, rank) +
+                           (output_of<COUNT>(group) + threadIdx.x % WARP / 4) * static_cast<size_t>(rank) + at +
+                           threadIdx.x % 4 * 4;
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) mma_ranks(d[n], x.low, x.high, x.up[n]);
+        for (int n = 0; n < COUNT; ++n, up += 8 * rank) x.of[n] = ld_global_nc_v2(up);
+    }
+    template <int COUNT>
+    __device__ __forceinline__ static void multiply(
+        float (&d)[COUNT][4], const Inputs& inputs, const UpRows<COUNT>& x) {
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) mma_ranks(d[n], inputs.low, inputs.high, x.of[n]);
+    }
+    // Brings a part of what the tile that begins at `column` needs of `up` to the L1 cache, while the product is
+    // computed; the block's warps have the other parts, if their rows have the same slot. up lies `columns` behind the
+    // gate.
+    __device__ __forceinline__ void touch(int column, int columns) {
+        this->column = column, this->columns = columns;
+        const int slot = slot_behind(-1), rank = rank_of(slot), sectors = rank / RANKS;
+        if (sectors == 0 || sectors > MOST_TOUCHED) return;
+        const __half* up = side.up(slot, rank);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < GROUPS * 8 * sectors; i += WARPS * WARP) {
+            const int output = min(output_of<1>(i / sectors / 8) + i / sectors % 8, side.outputs - 1);
+            touched ^= ld_global_nc(up + static_cast<size_t>(output) * rank + i % sectors * RANKS);
+        }
     }
     // Loads the operands of the first batch of a tile that begins at `column`; up lies `columns` behind the gate.
     __device__ __forceinline__ void begin(int column, int columns) {
         this->column = column, this->columns = columns;
+        use(touched);
         first = slot_behind(-1), several = slot_behind(first) != NONE;
         rank = rank_of(first);
-        if (rank && !several) load(ahead, first, rank, 0, 0);
+        if (rank && !several) load_up(ahead, first, rank, 0, 0), inputs = load_inputs(section_of<BATCH>(0), 0);
     }
-    // The sums of the batch of groups from `group` on of GROUPS, if the rows have one slot.
-    template <int GROUPS>
+    // The sums of the batch of groups from `group` on, if the rows have one slot.
     __device__ __forceinline__ void products(int group, float (&d)[BATCH][4]) {
         if (!rank) return;
-        Operands<BATCH> x = ahead;
+        const int section = section_of<BATCH>(group);
+        UpRows<BATCH> x = ahead;
+        Inputs left = inputs;
 #pragma unroll 1
         for (int at = RANKS; at < rank; at += RANKS) {
-            load(ahead, first, rank, group, at);
-            multiply(d, x);
-            x = ahead;
+            load_up(ahead, first, rank, group, at);
+            multiply(d, left, x);
+            x = ahead, left = load_inputs(section, at);
         }
-        if (group + BATCH < GROUPS) load(ahead, first, rank, group + BATCH, 0);
-        multiply(d, x);
+        if (group + BATCH < GROUPS) load_up(ahead, first, rank, group + BATCH, 0);
+        multiply(d, left, x);
+        if (group + BATCH >= GROUPS) return;
+        const int next = section_of<BATCH>(group + BATCH);
+        if (next != section) inputs = load_inputs(next, 0);
     }
     // The sums of the groups from `group` on if there are several.
     template <int COUNT>
     __device__ __forceinline__ void products_of_several(int group, float (&found)[COUNT][4]) const {
+        const int section = section_of<COUNT>(group);
 #pragma unroll 1
         for (int now = first; now != NONE; now = slot_behind(now)) {
             const int rank = rank_of(now);
             float d[COUNT][4] = {};
 #pragma unroll 1
             for (int at = 0; at < rank; at += RANKS) {
-                Operands<COUNT> x;
-                load(x, now, rank, group, at);
-                multiply(d, x);
+                UpRows<COUNT> x;
+                load_up(x, now, rank, group, at);
+                multiply(d, load_inputs(section, at), x);
             }
 #pragma unroll
             for (int n = 0; n < COUNT; ++n)
@@ -244,6 +281,17 @@ struct SideRows {
                 for (int i = 0; i < 4; ++i)
                     if (slot(i / 2) == now) found[n][i] = d[n][i];
         }
+    }
+
+private:
+    __device__ __forceinline__ static unsigned ld_global_nc(const void* p) {
+        unsigned x;
+        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p));
+        return x;
+    }
+    // Keeps the compiler from dropping the loads of x.
+    __device__ __forceinline__ static void use(unsigned x) {
+        asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0x7fff7fff;\n@p nanosleep.u32 0;\n}" ::"r"(x));
     }
 };
 
@@ -312,7 +360,7 @@ struct ScaledTile {
             if constexpr (SEVERAL)
                 side.products_of_several(first, sums);
             else if constexpr (HAS_SIDE)
-                side.template products<N>(first, sums);
+                side.products(first, sums);
 #pragma unroll
             for (int n = 0; n < COUNT; ++n)
 #pragma unroll
@@ -475,7 +523,7 @@ __device__ __forceinline__ void multiply(
         const unsigned boxes = staging + warp * 2 * BOX;
         using Result = ScaledTile<EPILOGUE, OWN, Side::EXISTS>;
         using Rows =
-            typename Conditional<Side::EXISTS, SideRows<Result::Layout::WIDTH, Result::BATCH>, NoSideRows>::type;
+            typename Conditional<Side::EXISTS, SideRows<OWN, Result::Layout::WIDTH, Result::BATCH>, NoSideRows>::type;
         constexpr int PIECES = Result::Layout::PIECES;
         Result result;            // of the tile before
         bool is_pending = false;  // whether there is one to be written
@@ -519,9 +567,11 @@ __device__ __forceinline__ void multiply(
                     multiply(k, [&] {
                         if (is_pending) write(piece, piece + 1);
                     });
+            const int column = origin.y + part * (COLUMNS / SPLIT_K);
+            if (beside) side_rows.touch(column, columns);
 #pragma unroll 1
             for (; k < to; ++k) multiply(k, [] {});
-            result.row = row, result.column = origin.y + part * (COLUMNS / SPLIT_K);
+            result.row = row, result.column = column;
             Channels<Result::BATCH, BIAS> first;
             scaling.load<Result::Layout::WIDTH>(first, result.column, 0);
             side_rows.begin(result.column, columns);

@@ -124,6 +124,9 @@ struct WeightProducer {
     }
 };
 
+// Orders what this thread has acquired before its copies by TMA.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // The thread that loads the activations.
 template <int TILES>
 __device__ __forceinline__ void load_activations(
@@ -431,7 +434,10 @@ __device__ __forceinline__ void multiply(
         while (weight.remaining()) weight.load();
     } else if (threadIdx.x == FIRST_LOADER + WARP) {
         prefetch_tensormap(x_map);
-        wait_on_dependent_grids();
+        if constexpr (Side::EXISTS)  // the kernel of its inputs has not ended: the epilogue's warps wait for that
+            side.wait_for_operands(), fence_proxy_async_global();
+        else
+            wait_on_dependent_grids();
         load_activations(shared, work, x_map);
     } else if (threadIdx.x < WARPGROUP) {
         epilogue_warps<TILES, EPILOGUE, F>(

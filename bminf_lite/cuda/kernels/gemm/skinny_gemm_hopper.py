@@ -27,9 +27,8 @@ KERNEL_CACHE_SIZE = 1024
 """Shapes whose launches are kept; beyond that, the least recently used is dropped."""
 RESERVED_SHARED_MEMORY = 11 << 8
 """Shared memory for the dependent kernel over rows that is resident beside this one."""
-SHRINK_SHARED_MEMORY = 12 << 10, 20 << 10
-"""Shared memory for the kernel of adapters' inputs that is resident beside one with a side product: up to 8 rows, and
-more."""
+SHRINK_SHARED_MEMORY = 12 << 10
+"""Shared memory for two blocks of the kernel of adapters' inputs, which runs beside the product."""
 SECTION_MULTIPLE = ROWS // CLUSTER
 """Channels that a block finishes of a tile: all belong to one section of a weight with adapters."""
 _STAGE_BARRIERS, _SUMS_BARRIERS = 24, 32
@@ -99,7 +98,7 @@ class SkinnyGemmHopper(SkinnyGemm):
         tiles, weight_rows = self.tiles(rows), ROWS // (1 + gated)
         weight_tiles, steps = -(-out_features // (1 + gated) // weight_rows), -(-pitch // columns)
         clusters = min(self._num_sms // CLUSTER, weight_tiles)
-        reserved = SHRINK_SHARED_MEMORY[tiles > 1] if adapted else 0
+        reserved = SHRINK_SHARED_MEMORY if adapted else 0
         resident, stages, shared = self._divide(tiles, steps, weight_tiles > clusters, reserved)
         kernel = (
             self._kernel_adapted(tiles, epilogue, activation) if adapted else self._kernel(tiles, epilogue, activation)

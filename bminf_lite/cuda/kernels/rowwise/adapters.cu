@@ -1,11 +1,11 @@
 // Adapters that the rows of a step choose: each row has the number of a slot, from 1 on, or 0 for none.
 //
-//     shrink_rows   inputs = fp16(scale * (x @ down[slot].T))
+//     shrink_rows, shrink_many_rows   inputs = fp16(scale * (x @ down[slot].T))
 //     expand_rows   out = sums + inputs @ up[slot] + bias; a row without a slot gets no product
 //     saved_products, saved_embed   a head, or a table of tokens, in place of the model's
 //
 // See common/adapters.cuh for a slot. The kernels of products that add the side product themselves need no
-// expand_rows. A row's sums have one order, whatever the other rows and their slots are: see shrink_rows.
+// expand_rows. A row's sums have one order, whatever the other rows and their slots are.
 #include "common/adapters.cuh"
 #include "common/cluster.cuh"
 #include "common/common.cuh"
@@ -13,7 +13,8 @@
 
 using namespace bminf;
 
-constexpr int SHRINK_WARPS = 8, PARTS = 8, CHUNK = 32, SHRINK_ROWS = 64, EXPAND_ROWS = 8;
+constexpr int PARTS = 8, PIECES = 8, CHUNK = 32, SHRINK_ROWS = 64, EXPAND_ROWS = 8;
+constexpr int ROW_WARPS = SHRINK_ROWS / 16, QUEUE = 8;  // of shrink_many_rows
 
 // Whether a row of a tile is the first with its slot.
 __device__ __forceinline__ bool leads(const int* slots, int first, int row, int slot) {
@@ -56,48 +57,180 @@ struct TileSlots {
     }
 };
 
-// The chunks of piece `piece`; of PARTS * SHRINK_WARPS.
+// The chunks of piece `piece` of PARTS * PIECES.
 __device__ __forceinline__ int2 piece_chunks(int chunks, int piece) {
-    return {chunks * piece / (PARTS * SHRINK_WARPS), chunks * (piece + 1) / (PARTS * SHRINK_WARPS)};
+    return {chunks * piece / (PARTS * PIECES), chunks * (piece + 1) / (PARTS * PIECES)};
 }
 
 // Fetches what a warp reads of `down` into the L2 cache, while the kernel waits for its input.
-template <int GROUPS>
-__device__ __forceinline__ void prefetch_piece(
-    const __half* const (&weights)[GROUPS], int down_pitch, int chunks, int piece) {
+__device__ __forceinline__ void prefetch_piece(const __half* weights, int down_pitch, int chunks, int piece) {
     const int2 range = piece_chunks(chunks, piece);
 #pragma unroll 1
     for (int chunk = range.x; chunk < range.y; ++chunk)
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
-            if (weights[g] && threadIdx.x % 4 == 0) {
-                prefetch_l2(weights[g] + chunk * CHUNK);
-                prefetch_l2(weights[g] + 8 * static_cast<size_t>(down_pitch) + chunk * CHUNK);
-            }
+        if (threadIdx.x % 4 == 0) {
+            prefetch_l2(weights + chunk * CHUNK);
+            prefetch_l2(weights + 8 * static_cast<size_t>(down_pitch) + chunk * CHUNK);
+        }
 }
 
-// x: fp16 [rows, x_pitch]; the inputs of `side` are written. The grid is (CLUSTER * groups of 16 * GROUPS columns,
-// tiles of SHRINK_ROWS rows, slots of a tile at once). A cluster finds the rows of a tile that have its slot, and
-// computes its columns of these, 8 * TILES rows at a time.
-//
+// The groups of RANKS columns that a block computes, from `column` on: where this lane reads them in a slot, null for
+// ranks that the slot does not have. A column of the inputs is a row of `down`.
+template <int GROUPS>
+struct DownRows {
+    int rank;
+    const float* scales;
+    const __half* rows[GROUPS];  // those of `at` in each group
+    bool any = false;
+
+    __device__ __forceinline__ DownRows(const SideProduct& side, int slot, int column) : rank(side.rank(slot)) {
+        scales = reinterpret_cast<const float*>(side.adapter(slot) + ADAPTER_HEADER);
+        const __half* down = reinterpret_cast<const __half*>(scales + side.sections * rank);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            const int section = (column + g * RANKS) / side.rank_pitch, at = (column + g * RANKS) % side.rank_pitch;
+            const bool inside = section < side.sections && at < rank;
+            any |= inside;
+            rows[g] = inside ? down + static_cast<size_t>(section * rank + at) * side.down_pitch : nullptr;
+        }
+    }
+};
+
+// Writes the numbers of a tile's rows in `mask` to `list`. Called by one warp.
+__device__ __forceinline__ void list_rows(unsigned long long mask, int* list) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = h * WARP + threadIdx.x % WARP;
+        if (mask >> row & 1) list[count_rows(mask & ((1ull << row) - 1))] = row;
+    }
+}
+
+// Adds up what the blocks of a cluster have of a sum, part by part, scales it, and rounds it to an input of the side
+// product. total: this block's; row: of all rows; column: of the inputs.
+template <int CLUSTER>
+__device__ __forceinline__ void write_input(
+    const SideProduct& side, const float* total, const float* scales, int rank, int row, int column) {
+    const int section = column / side.rank_pitch, at = column % side.rank_pitch;
+    if (section >= side.sections || at >= rank) return;
+    float parts[CLUSTER];
+#pragma unroll
+    for (int p = 0; p < CLUSTER; ++p) parts[p] = ld_shared_cluster<CLUSTER>(total, p);
+    float sum = parts[0];
+#pragma unroll
+    for (int p = 1; p < CLUSTER; ++p) sum = __fadd_rn(sum, parts[p]);
+    const_cast<__half*>(side.inputs)[static_cast<size_t>(row) * side.input_columns + column] =
+        __float2half_rn(__fmul_rn(scales[section * rank + at], sum));
+}
+
 // The order of a sum: the chunks of 32 elements of k are cut into PARTS parts of neighbouring ones, and each part into
-// SHRINK_WARPS. A warp adds up its chunks in order. Of each chunk a lane reads 8 neighbouring elements, which two mma
-// take in turn. The warps of a part are added one after another, then the parts. Each block of a cluster has a part;
+// PIECES. A piece adds up its chunks in order. Of each chunk a lane reads 8 neighbouring elements, which two mma take
+// in turn. The pieces of a part are added one after another, then the parts. Each block of a cluster has a part;
 // without clusters a block has all of them.
+
+// Blocks of shrink_rows on an SM, of a warp more than they have: from 9.0 on 56 registers, with which a block fits an
+// SM beside one that quantizes rows and one of the product.
+#if __CUDA_ARCH__ >= 900
+constexpr int SHRINK_BLOCKS = 4;
+#else
+constexpr int SHRINK_BLOCKS = 3;
+#endif
+
+// For a few rows. x: fp16 [rows, x_pitch]; the inputs of `side` are written. The grid is (CLUSTER * groups of RANKS
+// columns, tiles of SHRINK_ROWS rows, slots of a tile at once). A cluster finds the rows of a tile that have its slot,
+// and computes its columns of these, 8 rows at a time. A warp has a piece of each part.
 //
-// Dynamic shared memory: (SHRINK_WARPS + 1) * GROUPS * 16 * TILES * 8 floats.
-template <int TILES, int GROUPS, int CLUSTER>
-__global__ void __launch_bounds__(SHRINK_WARPS* WARP)
+// Blocks are small, because the product behind this kernel runs beside them, see SideProduct::wait_for_operands.
+template <int CLUSTER>
+__global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS)
     shrink_rows(const SideProduct side, const __half* x, long long x_pitch, int rows, int k) {
     static_assert(CLUSTER == 1 || CLUSTER == PARTS, "a block has a part, or all");
-    constexpr int SUMS = GROUPS * RANKS * TILES * 8, THREADS = SHRINK_WARPS * WARP;
-    extern __shared__ __align__(16) float shared[];
+    constexpr int SUMS = RANKS * 8, THREADS = PIECES * WARP;
+    __shared__ float of_pieces[PIECES * SUMS], totals[SUMS];
     __shared__ int list[SHRINK_ROWS];
-    __half* const inputs = const_cast<__half*>(side.inputs);
-    float* const totals = shared + SHRINK_WARPS * SUMS;
     launch_dependent_grids();
     const int first = blockIdx.y * SHRINK_ROWS, part = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
-    const int column = blockIdx.x / CLUSTER * GROUPS * RANKS, chunks = (k + CHUNK - 1) / CHUNK;
+    const int column = blockIdx.x / CLUSTER * RANKS, chunks = (k + CHUNK - 1) / CHUNK;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, quarter = lane % 4 * 8;
+    const TileSlots tile(side.slots, first, rows);
+    bool has_waited = false;
+    const auto wait = [&] {
+        if (has_waited) return;
+        has_waited = true;
+        wait_on_dependent_grids();
+        const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0;
+        if (side.ready && is_first) red_add_release(side.ready, 1);
+    };
+    for (int index = blockIdx.z;; index += gridDim.z) {
+        int slot;
+        const unsigned long long mask = tile.find(index, slot);
+        if (!mask) break;
+        const DownRows<1> down(side, slot, column);
+        if (!down.any) continue;
+        const int count = count_rows(mask);
+        const __half* weights = down.rows[0] + static_cast<size_t>(group) * side.down_pitch + quarter;
+        if (warp == 0) list_rows(mask, list);
+        if (CLUSTER > 1 && !has_waited) prefetch_piece(weights, side.down_pitch, chunks, part * PIECES + warp);
+        wait();
+        __syncthreads();
+#pragma unroll 1
+        for (int from = 0; from < count; from += 8) {
+            const __half* own = x + (first + list[min(from + group, count - 1)]) * x_pitch + quarter;
+#pragma unroll 1
+            for (int p = part; p < (CLUSTER > 1 ? part + 1 : PARTS); ++p) {
+                float sums[4] = {};
+                const int2 range = piece_chunks(chunks, p * PIECES + warp);
+#pragma unroll 2
+                for (int chunk = range.x; chunk < range.y; ++chunk) {
+                    const int at = chunk * CHUNK;
+                    uint4 values = {};
+                    if (at + quarter < k) values = ld_global_cg_v4(own + at), zero_tail(values, at + quarter, k);
+                    const uint4 low = ld_global_v4(weights + at);
+                    const uint4 high = ld_global_v4(weights + 8 * static_cast<size_t>(side.down_pitch) + at);
+                    const unsigned even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+                    mma_m16n8k16(sums, even, values.x, values.y);
+                    mma_m16n8k16(sums, odd, values.z, values.w);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    of_pieces[warp * SUMS + (group + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = sums[i];
+                __syncthreads();
+                for (int i = threadIdx.x; i < SUMS; i += THREADS) {
+                    float sum = 0;
+#pragma unroll
+                    for (int w = 0; w < PIECES; ++w) sum = __fadd_rn(sum, of_pieces[w * SUMS + i]);
+                    totals[i] = CLUSTER == 1 && p > 0 ? __fadd_rn(totals[i], sum) : sum;
+                }
+                __syncthreads();
+            }
+            if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
+            for (int i = part * THREADS + threadIdx.x; i < SUMS; i += CLUSTER * THREADS)
+                if (const int row = from + i % 8; row < count)
+                    write_input<CLUSTER>(side, totals + i, down.scales, down.rank, first + list[row], column + i / 8);
+            cluster_sync<CLUSTER>();  // the sums have been read, and the list
+        }
+    }
+    wait();
+}
+
+// For many rows, as shrink_rows, for groups of GROUPS * RANKS columns. A warp has 16 of the rows with a slot and all
+// pieces of a part, so it adds these up in registers. The block's part of `down` lies in shared memory; a lane's own
+// elements of x go through a queue there, QUEUE chunks long.
+//
+// Dynamic shared memory: the queue; the sums, of GROUPS * RANKS + 8 floats for each row; the part of `down`, see pitch.
+template <int GROUPS, int CLUSTER>
+__global__ void __launch_bounds__(ROW_WARPS* WARP)
+    shrink_many_rows(const SideProduct side, const __half* x, long long x_pitch, int rows, int k) {
+    static_assert(CLUSTER == 1 || CLUSTER == PARTS, "a block has a part, or all");
+    constexpr int COLUMNS = GROUPS * RANKS, TILES = COLUMNS / 8, THREADS = ROW_WARPS * WARP, TOTALS = COLUMNS + 8;
+    extern __shared__ __align__(16) char shared[];
+    __shared__ int list[SHRINK_ROWS];
+    uint4* const queue = reinterpret_cast<uint4*>(shared) + threadIdx.x;
+    float* const totals = reinterpret_cast<float*>(shared + QUEUE * 2 * THREADS * sizeof(uint4));
+    __half* const weights = reinterpret_cast<__half*>(totals + SHRINK_ROWS * TOTALS);
+    launch_dependent_grids();
+    const int first = blockIdx.y * SHRINK_ROWS, part = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
+    const int column = blockIdx.x / CLUSTER * COLUMNS, chunks = (k + CHUNK - 1) / CHUNK;
+    // Elements between rows of `down`: an odd number of 64 bytes, so that two rows lie in different banks.
+    const int pitch = ((chunks + PARTS - 1) / PARTS | 1) * CHUNK;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, quarter = lane % 4 * 8;
     const TileSlots tile(side.slots, first, rows);
     bool has_waited = false;
@@ -105,99 +238,94 @@ __global__ void __launch_bounds__(SHRINK_WARPS* WARP)
         int slot;
         const unsigned long long mask = tile.find(index, slot);
         if (!mask) break;
-        const int rank = side.rank(slot), count = count_rows(mask);
-        // Columns of the inputs are rows of `down`, but for ranks that the slot does not have.
-        const float* scales = reinterpret_cast<const float*>(side.adapter(slot) + ADAPTER_HEADER);
-        const __half* down = reinterpret_cast<const __half*>(scales + side.sections * rank);
-        const __half* weights[GROUPS];
-        bool any = false;
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-            const int section = (column + g * RANKS) / side.rank_pitch, at = (column + g * RANKS) % side.rank_pitch;
-            const bool inside = section < side.sections && at < rank;
-            any |= inside;
-            weights[g] =
-                inside ? down + static_cast<size_t>(section * rank + at + group) * side.down_pitch + quarter : nullptr;
-        }
-        if (!any) continue;
-        if (warp == 0)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = h * WARP + lane;
-                if (mask >> row & 1) list[count_rows(mask & ((1ull << row) - 1))] = row;
-            }
-        if (!has_waited) {
-            if constexpr (CLUSTER > 1)
-                prefetch_piece<GROUPS>(weights, side.down_pitch, chunks, part * SHRINK_WARPS + warp);
-            wait_on_dependent_grids(), has_waited = true;
-        }
+        const DownRows<GROUPS> down(side, slot, column);
+        if (!down.any) continue;
+        const int count = count_rows(mask);
+        const bool has_rows = warp * 16 < count;
+        if (warp == 0) list_rows(mask, list);
         __syncthreads();
-        for (int from = 0; from < count; from += TILES * 8) {
-            const __half* own[TILES];
+        const __half* own[2];
 #pragma unroll
-            for (int t = 0; t < TILES; ++t)
-                own[t] = x + (first + list[min(from + t * 8 + group, count - 1)]) * x_pitch + quarter;
+        for (int h = 0; h < 2; ++h) own[h] = x + (first + list[min(warp * 16 + h * 8 + group, count - 1)]) * x_pitch;
+        float total[TILES][4];
 #pragma unroll 1
-            for (int p = part; p < (CLUSTER > 1 ? part + 1 : PARTS); ++p) {
-                float sums[GROUPS][TILES][4] = {};
-                const int2 range = piece_chunks(chunks, p * SHRINK_WARPS + warp);
-#pragma unroll 2
-                for (int chunk = range.x; chunk < range.y; ++chunk) {
-                    const int at = chunk * CHUNK;
-                    uint4 values[TILES];
+        for (int p = part; p < (CLUSTER > 1 ? part + 1 : PARTS); ++p) {
+            const int begin = piece_chunks(chunks, p * PIECES).x, end = piece_chunks(chunks, p * PIECES + PIECES - 1).y;
+            if (CLUSTER == 1 && p > 0) __syncthreads();  // the part before has been read
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g)
+                if (down.rows[g])
+#pragma unroll 1
+                    for (int r = warp; r < RANKS; r += ROW_WARPS) {
+                        const __half* from = down.rows[g] + static_cast<size_t>(r) * side.down_pitch + begin * CHUNK;
+#pragma unroll 1
+                        for (int i = lane * 8; i < (end - begin) * CHUNK; i += WARP * 8)
+                            cp_async_16(weights + (g * RANKS + r) * pitch + i, from + i);
+                    }
+            cp_async_commit_group();
+            if (!has_waited) wait_on_dependent_grids();
+            has_waited = true;
+            // Copies what this lane multiplies of a chunk.
+            const auto fetch = [&](int chunk) {
+                const int at = chunk * CHUNK + quarter;
+                if (has_rows && chunk < end)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        cp_async_16_partial(
+                            cast_smem_ptr_to_uint(queue + (chunk % QUEUE * 2 + h) * THREADS),
+                            own[h] + min(at, (k - 1) / 8 * 8), min(max(k - at, 0), 8) * 2);
+                cp_async_commit_group();
+            };
+#pragma unroll 1
+            for (int i = 0; i < QUEUE - 1; ++i) fetch(begin + i);
+            cp_async_wait_group<QUEUE - 1>();
+            __syncthreads();  // the weights have arrived
+            float of_part[TILES][4] = {};
+            int chunk = begin;
+#pragma unroll 1
+            for (int piece = 0; piece < PIECES; ++piece) {
+                float sums[TILES][4] = {};
+#pragma unroll 1
+                for (const int last = piece_chunks(chunks, p * PIECES + piece).y; chunk < last; ++chunk) {
+                    fetch(chunk + QUEUE - 1);
+                    cp_async_wait_group<QUEUE - 1>();
+                    if (!has_rows) continue;
+                    const uint4 low = queue[chunk % QUEUE * 2 * THREADS];
+                    const uint4 high = queue[(chunk % QUEUE * 2 + 1) * THREADS];
+                    const unsigned even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+                    const __half* at = weights + group * pitch + (chunk - begin) * CHUNK + quarter;
 #pragma unroll
                     for (int t = 0; t < TILES; ++t) {
-                        uint4 loaded = {};
-                        if (from + t * 8 < count && at + quarter < k)
-                            loaded = ld_global_cg_v4(own[t] + at), zero_tail(loaded, at + quarter, k);
-                        values[t] = loaded;
-                    }
-#pragma unroll
-                    for (int g = 0; g < GROUPS; ++g) {
-                        if (!weights[g]) continue;
-                        const uint4 low = ld_global_v4(weights[g] + at);
-                        const uint4 high = ld_global_v4(weights[g] + 8 * static_cast<size_t>(side.down_pitch) + at);
-                        const unsigned even[4] = {low.x, high.x, low.y, high.y},
-                                       odd[4] = {low.z, high.z, low.w, high.w};
-#pragma unroll
-                        for (int t = 0; t < TILES; ++t) {
-                            if (from + t * 8 >= count) break;
-                            mma_m16n8k16(sums[g][t], even, values[t].x, values[t].y);
-                            mma_m16n8k16(sums[g][t], odd, values[t].z, values[t].w);
-                        }
+                        if (!down.rows[t / 2]) continue;
+                        const uint4 w = *reinterpret_cast<const uint4*>(at + t * 8 * pitch);
+                        mma_m16n8k16(sums[t], even, w.x, w.y);
+                        mma_m16n8k16(sums[t], odd, w.z, w.w);
                     }
                 }
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g)
+                for (int t = 0; t < TILES; ++t)
 #pragma unroll
-                    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int rank = group + i / 2 * 8, row = t * 8 + lane % 4 * 2 + i % 2;
-                            shared[warp * SUMS + (g * RANKS + rank) * TILES * 8 + row] = sums[g][t][i];
-                        }
-                __syncthreads();
-                for (int i = threadIdx.x; i < SUMS; i += THREADS) {
-                    float sum = 0;
-#pragma unroll
-                    for (int w = 0; w < SHRINK_WARPS; ++w) sum = __fadd_rn(sum, shared[w * SUMS + i]);
-                    totals[i] = CLUSTER == 1 && p > 0 ? __fadd_rn(totals[i], sum) : sum;
-                }
-                __syncthreads();
+                    for (int i = 0; i < 4; ++i) of_part[t][i] = __fadd_rn(of_part[t][i], sums[t][i]);
             }
-            if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
-            for (int i = part * THREADS + threadIdx.x; i < SUMS; i += CLUSTER * THREADS) {
-                const int place = i / (TILES * 8), row = from + i % (TILES * 8), to = column + place;
-                const int section = to / side.rank_pitch, at = to % side.rank_pitch;
-                if (row >= count || section >= side.sections || at >= rank) continue;
-                float sum = ld_shared_cluster<CLUSTER>(totals + i, 0);
 #pragma unroll
-                for (int p = 1; p < CLUSTER; ++p) sum = __fadd_rn(sum, ld_shared_cluster<CLUSTER>(totals + i, p));
-                inputs[static_cast<size_t>(first + list[row]) * side.input_columns + to] =
-                    __float2half_rn(__fmul_rn(scales[section * rank + at], sum));
-            }
-            cluster_sync<CLUSTER>();  // the sums have been read, and the list
+            for (int t = 0; t < TILES; ++t)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    total[t][i] = CLUSTER == 1 && p > 0 ? __fadd_rn(total[t][i], of_part[t][i]) : of_part[t][i];
         }
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                *reinterpret_cast<float2*>(totals + (warp * 16 + h * 8 + group) * TOTALS + t * 8 + lane % 4 * 2) = {
+                    total[t][2 * h], total[t][2 * h + 1]};
+        cluster_sync<CLUSTER>();
+        for (int i = part * THREADS + threadIdx.x; i < count * COLUMNS; i += CLUSTER * THREADS) {
+            const int row = i / COLUMNS, at = i % COLUMNS;
+            write_input<CLUSTER>(
+                side, totals + row * TOTALS + at, down.scales, down.rank, first + list[row], column + at);
+        }
+        cluster_sync<CLUSTER>();  // the sums have been read, and the list
     }
     if (!has_waited) wait_on_dependent_grids();
 }

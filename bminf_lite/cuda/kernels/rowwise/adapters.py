@@ -19,22 +19,26 @@ HEADER = 128
 """Bytes of a slot before its scales; the first four are the rank."""
 PARTS = 8
 """Parts of the columns whose sums are added: those of a cluster's blocks, where the GPU has clusters."""
-TILES = (1, 4, 8)
-"""Tiles of 8 rows that a block of ``shrink_rows`` computes at once: the last for more than :data:`FEW_ROWS` rows."""
 GROUPS = (1, 2, 3)
-"""Groups of ``RANKS`` columns that a block computes; more than one for more than :data:`FEW_ROWS` rows."""
+"""Groups of ``RANKS`` columns that a block of ``shrink_many_rows`` computes."""
 SHRINK_ROWS = FEW_ROWS = 64
+"""The most rows of ``shrink_rows``, and the rows of a tile."""
 MANY_ROWS = 512
 """Above ``MANY_ROWS`` rows, which are prompts, most tiles of :data:`SHRINK_ROWS` rows have one slot."""
+CHUNK, QUEUE, ROW_THREADS = 32, 8, 128
 STATIC_SHARED = 512
-"""Static shared memory of a block of ``shrink_rows``, at most."""
+"""Static shared memory of a block of ``shrink_many_rows``, at most."""
+PRODUCTS = 1024
+"""Counters of products that start beside the kernel of their side inputs: more than ever run at the same time."""
 EXPAND_ROWS = 8
 MAX_SECTIONS = 4
 
 
-def shrink_shared(tiles: int, groups: int) -> int:
-    """Bytes of dynamic shared memory of ``shrink_rows``: the sums of eight warps, and their totals."""
-    return 9 * groups * RANKS * tiles * 8 * 4
+def shrink_shared(groups: int, features: int) -> int:
+    """Bytes of dynamic shared memory of ``shrink_many_rows``: the queue, the sums, and a part of ``down``."""
+    columns, chunks = groups * RANKS, ceil_div(features, CHUNK)
+    part = columns * (ceil_div(chunks, PARTS) | 1) * CHUNK * 2
+    return QUEUE * 2 * ROW_THREADS * 16 + SHRINK_ROWS * (columns + 8) * 4 + part
 
 
 def slot_bytes(rank: int, sections: int, features: int, outputs: int) -> int:
@@ -78,12 +82,14 @@ class SideInputs:
     """What the kernel of a product needs of a side product: the rows' ``slots``, the adapters, and their inputs.
 
     ``values`` is fp16 ``[rows, columns]``. Rows without a slot, and columns behind the rank of a row's slot, are not
-    written.
+    written. ``ready`` is the address of a counter, 0 before and after, for a product that starts beside the kernel of
+    these inputs, or 0.
     """
 
     slots: cp.ndarray
     adapters: AdapterArrays
     values: cp.ndarray
+    ready: int = 0
 
     @property
     def arguments(self) -> tuple[int, ...]:
@@ -95,6 +101,7 @@ class SideInputs:
             of.memory.data.ptr,
             of.memory.shape[1],
             self.values.data.ptr,
+            self.ready,
             of.columns,
             of.rank_pitch,
             round_up(of.features, PAD),
@@ -115,7 +122,8 @@ class AdapterKernels:
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         cluster = PARTS if capability >= (9, 0) else 1
-        yield KernelFamily(cls.source, "shrink_rows", (TILES, GROUPS, (cluster,)), _possible_shrink)
+        yield KernelFamily(cls.source, "shrink_rows", ((cluster,),))
+        yield KernelFamily(cls.source, "shrink_many_rows", (GROUPS, (cluster,)))
         yield KernelFamily(cls.source, "expand_rows", (("__half", "float"),))
         yield KernelFamily(cls.source, "saved_products")
         yield KernelFamily(cls.source, "saved_embed")
@@ -123,24 +131,34 @@ class AdapterKernels:
     def shrink(self, step: StepContext, x: cp.ndarray, side: SideInputs) -> None:
         """Write the inputs of the side product, of padded fp16 rows ``x``."""
         of, rows = side.adapters, len(side.values)
-        few = rows <= FEW_ROWS
-        tiles = TILES[-1] if not few else TILES[0] if rows <= 8 else TILES[1]
-        ranks = of.columns // RANKS
-        room = self._launcher.max_shared - STATIC_SHARED
-        groups = 1 if few else next(g for g in reversed(GROUPS) if ranks % g == 0 and shrink_shared(tiles, g) <= room)
+        ranks, cluster = of.columns // RANKS, PARTS if self._launcher.has_clusters else 1
+        groups = self._groups(ranks, of.features) if rows > FEW_ROWS else None
         slots = min(len(of.memory), rows, SHRINK_ROWS if rows <= MANY_ROWS else 2)
-        cluster = PARTS if self._launcher.has_clusters else 1
+        name = "shrink_rows<" if groups is None else f"shrink_many_rows<{groups}, "
         self._launcher.launch(
             step,
             self.source,
-            f"shrink_rows<{tiles}, {groups}, {cluster}>",
-            (cluster * ranks // groups, ceil_div(rows, SHRINK_ROWS), slots),
-            256,
+            f"{name}{cluster}>",
+            (cluster * ranks // (groups or 1), ceil_div(rows, SHRINK_ROWS), slots),
+            256 if groups is None else ROW_THREADS,
             (*side.arguments, x.data.ptr, pitch_of(x), rows, of.features),
-            shared=shrink_shared(tiles, groups),
+            shared=0 if groups is None else shrink_shared(groups, of.features),
             cluster=cluster if cluster > 1 else None,
             bytes_moved=nbytes_of(x, side.values) + of.nbytes_of_slot,
         )
+
+    def _groups(self, ranks: int, features: int) -> int | None:
+        """How many groups a block of ``shrink_many_rows`` computes: two blocks fit an SM, if not with one group.
+
+        None if not even one block with one group does.
+        """
+        room = self._launcher.max_shared
+        for groups in reversed(GROUPS):
+            if ranks % groups == 0 and shrink_shared(groups, features) + STATIC_SHARED <= (
+                room if groups == 1 else self._launcher.half_shared
+            ):
+                return groups
+        return None
 
     def expand(
         self, step: StepContext, sums: cp.ndarray, side: SideInputs, bias: cp.ndarray | None, out: cp.ndarray
@@ -214,7 +232,3 @@ class AdapterKernels:
             ),
             bytes_moved=2 * nbytes_of(residual),
         )
-
-
-def _possible_shrink(tiles: int, groups: int, cluster: int) -> bool:
-    return groups == 1 or tiles == TILES[-1]
