@@ -39,6 +39,8 @@ INTERPRETED = {
 """Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
 CLUSTERS = {"attention/latent_few.cu", "recurrent/delta_token.cu", "recurrent/mamba2_token.cu"}
 """Of these, sources whose clusters have no mbarriers, so that their own code runs here too."""
+RELEASING = {"shrink_rows", "shrink_norm"}
+"""Kernels that add to the counter ``ready`` behind their wait."""
 Model = Callable[["Call"], None]
 MODELS: dict[str, Model] = {}
 
@@ -195,7 +197,7 @@ def run(machine: Machine, launch: Launch) -> None:
     with np.errstate(all="ignore"):
         MODELS[call.declaration.name](call)
     early = starts_next_early(launch.kernel.source, call.declaration.name, call.arguments)
-    machine.order.end(call.written(), early)
+    machine.order.end(call.written(), early, call.declaration.name in RELEASING and call.ready != 0)
 
 
 def kernel_bodies(text: str) -> dict[str, str]:
@@ -229,9 +231,10 @@ def run_ptx(machine: Machine, launch: Launch) -> None:
     code = ptx.program(kernel.source, arch, kernel.expression, kernel.defines)
     pending = machine.order.start(launch.dependent)
     grid = ptx.Grid(
-        code, launch.grid, launch.block, launch.parameters, launch.shared, check, pending, launch.cluster or 1
-    )
+        code, launch.grid, launch.block, launch.parameters, launch.shared, check, pending, launch.cluster or 1,
+        machine.order.behind_counter,
+    )  # fmt: skip
     grid.run()
     if launch.dependent and not grid.waited.any():
         raise FakeGpuError(f"{kernel.expression} could end before the kernels before it, as it does not wait for them")
-    machine.order.end(grid.written, grid.early)
+    machine.order.end(grid.written, grid.early, grid.released)

@@ -255,7 +255,9 @@ class Grid:
     """One launch. Pointers in ``parameters`` are addresses of this process.
 
     ``pending``: the words of memory that kernels may still write when this one starts, sorted. When it has run,
-    ``written`` are those that it has written itself.
+    ``written`` are those that it has written itself, and ``released`` says whether it added to a counter behind its
+    wait. ``behind_counter``: those of ``pending`` that may still be written for threads that have acquired the counter
+    of the kernel before, None if that has none.
     """
 
     PARAMETERS = 1 << 58
@@ -263,7 +265,7 @@ class Grid:
 
     def __init__(
         self, code: Program, grid: Sequence[int], threads: int, parameters: bytes, shared: int, check: Check,
-        pending: np.ndarray = NO_WORDS, cluster: int = 1,
+        pending: np.ndarray = NO_WORDS, cluster: int = 1, behind_counter: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         self.cluster = cluster  # blocks of a cluster, which are neighbours in x
         self.program, self.threads, self.parameters, self.check = code, threads, parameters, check
@@ -283,6 +285,8 @@ class Grid:
         self.pending, self.written = pending, list[np.ndarray]()
         # threads behind the wait for the kernels before; blocks that let the next kernel start in front of that wait
         self.waited, self.early_blocks = np.zeros(self.count, np.bool_), np.zeros(self.blocks, np.bool_)
+        self.behind_counter, self.released, self.acquires = behind_counter, False, False
+        self.acquired = np.zeros(self.count, np.bool_)
         self.registers: dict[str, np.ndarray] = {}
         self.special: dict[str, np.ndarray] = {}
         self._numbers = np.arange(self.count)
@@ -397,8 +401,9 @@ class Grid:
         """These threads leave a barrier. Of each group, all have waited for the kernels before if one has."""
         if self.races is not None:
             self.races.join(threads, barrier)
-        waited = np.bincount(group[threads], self.waited[threads], minlength=len(group))
-        self.waited[threads] = waited[group[threads]] > 0
+        for behind in (self.waited, self.acquired):
+            some = np.bincount(group[threads], behind[threads], minlength=len(group))
+            behind[threads] = some[group[threads]] > 0
 
     @property
     def early(self) -> bool:
@@ -513,11 +518,19 @@ class Grid:
         self.check(address, nbytes)
         if kind != Kind.READ:
             self.written.append(words(address, nbytes).ravel())
-        if self.pending.size and not self.waited[lanes].all():
-            assert kind == Kind.READ, "a write before the wait for the kernels before"
-            early = words(address[~self.waited[lanes]], nbytes)
-            at = np.searchsorted(self.pending, early).clip(max=self.pending.size - 1)
-            assert not (self.pending[at] == early).any(), "a read of what the kernels before may still write"
+        if self.acquires or not self.pending.size or self.waited[lanes].all():
+            return
+        acquired = self.acquired[lanes]
+        counts = kind == Kind.ADD and (acquired | self.waited[lanes]).all()
+        assert counts or kind == Kind.READ, "a write before the wait for the kernels before"
+        if counts:
+            return
+        for which, pending in ((~acquired, self.pending), (acquired, self.behind_counter)):
+            early = words(address[~self.waited[lanes] & which], nbytes)
+            if pending is None or not pending.size or not early.size:
+                continue
+            at = np.searchsorted(pending, early).clip(max=pending.size - 1)
+            assert not (pending[at] == early).any(), "a read of what the kernels before may still write"
 
 
 @functools.cache
@@ -559,7 +572,11 @@ def _load(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         for i, value in enumerate(np.frombuffer(grid.parameters, dtype, len(names), at)):
             grid.put(names[i], value, lanes)
         return
+    grid.acquires = "acquire" in instruction.op
     memory, index = grid.view(space, grid.address(source, lanes), dtype.itemsize, len(names), lanes, Kind.READ)
+    if grid.acquires and grid.behind_counter is not None:
+        grid.acquired[lanes] = True
+    grid.acquires = False
     for i, name in enumerate(names):
         grid.put(name, memory[index + i].view(dtype), lanes)
 
@@ -619,6 +636,7 @@ def _reduce_in_memory(grid: Grid, instruction: Instruction, lanes: Lanes) -> Non
         return
     assert "add" in instruction.op
     kind = instruction.kind
+    grid.released |= "release" in instruction.op and bool(grid.waited[lanes].all())
     memory, index = grid.view(instruction.space, grid.address(instruction.operands[0], lanes), 4, 1, lanes, Kind.ADD)
     np.add.at(memory.view(dtype_of(kind)), index, grid.get(instruction.operands[1], kind, lanes))
 

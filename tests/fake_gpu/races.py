@@ -33,10 +33,14 @@ class LaunchOrder:
     A dependent kernel can start when each block of its predecessor has let it start or has ended. What the predecessor
     has written is visible to it only behind its wait. Every dependent kernel waits, so when one has ended, all kernels
     before it have.
+
+    A kernel may add to a counter behind its own wait (release). Of what is pending, the next kernel, which acquires the
+    counter, finds incomplete only what that kernel itself writes: ``behind_counter``, None without a counter.
     """
 
     def __init__(self) -> None:
         self._pending = NO_WORDS
+        self.behind_counter: np.ndarray | None = None
 
     def start(self, dependent: bool) -> np.ndarray:
         """The words that may still be written when a kernel starts, sorted."""
@@ -44,18 +48,19 @@ class LaunchOrder:
             self.complete()
         return self._pending
 
-    def end(self, written: Sequence[np.ndarray], early: bool) -> None:
+    def end(self, written: Sequence[np.ndarray], early: bool, released: bool = False) -> None:
         """The kernel that started has written these words.
 
-        ``early``: its successor can start before the kernels before it have ended.
+        ``early``: its successor can start before the kernels before it have ended. ``released``: it added to a counter.
         """
+        self.behind_counter = np.unique(np.concatenate([*written, NO_WORDS])) if released else None
         pending = np.concatenate([*written, self._pending if early else NO_WORDS])
         pending.sort(kind="stable")  # quick where addresses ascend already
         self._pending = pending[np.diff(pending, prepend=-1) != 0]
 
     def complete(self) -> None:
         """What has started has ended."""
-        self._pending = NO_WORDS
+        self._pending, self.behind_counter = NO_WORDS, None
 
 
 class Kind(Enum):
