@@ -37,7 +37,9 @@ INTERPRETED = {
     "recurrent/mamba2_token.cu",
 }  # fmt: skip
 """Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
-CLUSTERS = {"attention/latent_few.cu", "recurrent/delta_token.cu", "recurrent/mamba2_token.cu"}
+CLUSTERS = {
+    "attention/latent_few.cu", "recurrent/delta_token.cu", "recurrent/mamba2_token.cu", "rowwise/adapters.cu",
+}  # fmt: skip
 """Of these, sources whose clusters have no mbarriers, so that their own code runs here too."""
 RELEASING = {"shrink_rows", "shrink_norm"}
 """Kernels that add to the counter ``ready`` behind their wait."""

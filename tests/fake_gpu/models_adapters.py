@@ -66,8 +66,11 @@ class SideProduct:
         for own, slot in self.used():
             for section in range(self.call.sections):
                 of, first = np.flatnonzero(self.section == section), section * self.rank
-                part = self.inputs[own, first : first + slot.up.shape[1]].astype(F32)
-                found[np.ix_(own, of)] = product_by_row(part, slot.up[of].T)
+                part, sums = self.inputs[own, first : first + slot.up.shape[1]], np.zeros((len(own), len(of)), F32)
+                for at in range(0, slot.up.shape[1], 16):  # as ptx.py computes a product of matrices
+                    ranks = slice(at, at + 16)
+                    sums = (sums + part[:, ranks].astype(np.float64) @ slot.up[of, ranks].T).astype(F32)
+                found[np.ix_(own, of)] = sums
         return found
 
 

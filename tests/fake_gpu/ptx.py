@@ -636,9 +636,14 @@ def _reduce_in_memory(grid: Grid, instruction: Instruction, lanes: Lanes) -> Non
         return
     assert "add" in instruction.op
     kind = instruction.kind
-    grid.released |= "release" in instruction.op and bool(grid.waited[lanes].all())
+    grid.released |= "release" in instruction.op and bool(grid.waited[lanes].all())  # a counter
     memory, index = grid.view(instruction.space, grid.address(instruction.operands[0], lanes), 4, 1, lanes, Kind.ADD)
-    np.add.at(memory.view(dtype_of(kind)), index, grid.get(instruction.operands[1], kind, lanes))
+    values = memory.view(dtype_of(kind))
+    added = np.broadcast_to(grid.get(instruction.operands[1], kind, lanes), np.shape(index))
+    if np.size(index) == 1:  # numpy would copy all memory for one index
+        values[index] += added
+    else:
+        np.add.at(values, index, added)
 
 
 def _move(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
