@@ -250,7 +250,8 @@ class AdaptedProducts:
             return False
         if stream is None:
             return is_padded(x)
-        return isinstance(x, DeferredNorm) and stream.pending is None and x.shape[1] <= MAX_SHRUNK_NORM_WIDTH
+        is_complete = stream.pending is None and stream.divided is None
+        return isinstance(x, DeferredNorm) and is_complete and x.shape[1] <= MAX_SHRUNK_NORM_WIDTH
 
 
 def leaves_activation(product: Product) -> bool:
