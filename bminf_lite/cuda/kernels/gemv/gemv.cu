@@ -301,15 +301,18 @@ __device__ __forceinline__ void multiply_side(
     }
 }
 
+// Whether the kernel lets its successor start only when it has waited itself.
+constexpr bool starts_late(bool early, int epilogue) { return early && epilogue == TO_HALF; }
+
+// The kernels below, once they have let their successor start or will not yet.
 template <int INPUT, int ROW_THREADS, int VECTORS, int EPILOGUE, int F, int U, bool EARLY, class Side>
 __device__ __forceinline__ void multiply_row(
     const Side& side, const void* x, const float* norm_weight, const float* norm_bias, float eps, double inverse_k,
     int rotation, float rotation_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
     const float* __restrict__ bias, void* out, int n, int k, int pitch, const float* addend, const float* addend_weight,
     float addend_eps, float* sum) {
-    constexpr bool STARTS_LATE = EARLY && EPILOGUE == TO_HALF, READS_EARLY = EARLY && !STARTS_LATE;
+    constexpr bool STARTS_LATE = starts_late(EARLY, EPILOGUE), READS_EARLY = EARLY && !STARTS_LATE;
     extern __shared__ __align__(128) char shared[];
-    if constexpr (!STARTS_LATE) launch_dependent_grids();
     const BlockRange<EPILOGUE, 1> block(n);
     using Stream = WeightStream<U, EPILOGUE>;
     __shared__ __align__(8) unsigned long long barriers[WARPS * Stream::STAGES];
@@ -376,6 +379,7 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
     float rotation_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
     const float* __restrict__ bias, void* out, int n, int k, int pitch, const float* addend, const float* addend_weight,
     float addend_eps, float* sum) {
+    if constexpr (!starts_late(EARLY, EPILOGUE)) launch_dependent_grids();
     multiply_row<INPUT, ROW_THREADS, VECTORS, EPILOGUE, F, U, EARLY>(
         NoSide(), x, norm_weight, norm_bias, eps, inverse_k, rotation, rotation_scale, weight, w_scale, bias, out, n, k,
         pitch, addend, addend_weight, addend_eps, sum);
@@ -388,6 +392,7 @@ __global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv_a
     const SideProduct side, const void* x, const float* norm_weight, const float* norm_bias, float eps,
     double inverse_k, int rotation, float rotation_scale, const int8* __restrict__ weight,
     const float* __restrict__ w_scale, const float* __restrict__ bias, void* out, int n, int k, int pitch) {
+    launch_dependent_grids();
     multiply_row<INPUT, ROW_THREADS, VECTORS, EPILOGUE, F, U, false>(
         side, x, norm_weight, norm_bias, eps, inverse_k, rotation, rotation_scale, weight, w_scale, bias, out, n, k,
         pitch, nullptr, nullptr, 0.0f, nullptr);
