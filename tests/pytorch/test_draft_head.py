@@ -359,7 +359,7 @@ def test_a_head_learns_texts_by_heart(tmp_path: Path) -> None:
     config = head_config(DEMO, 2048, None)
     with bminf_lite.load(DEMO, speculative="none", **place) as model:
         kind = pieces_of("text", read_prompts(DEMO / "heldout.txt"), model, 24, 12)
-        options = TrainingOptions(epochs=40, batch=512, rate=3e-3)
+        options = TrainingOptions(epochs=30, batch=512, rate=3e-3)
         train_head(DEMO, tmp_path / "head", [kind], model, config, options, 40, [0.0], "cpu")
     known = replace(kind, held_out=kind.trained)
     [found] = measure_acceptance(DEMO, tmp_path / "head", [known], 40, [0.0], 5, **place)
