@@ -103,7 +103,7 @@ def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Us
         return float("inf")
     if family.name == "transform" and arguments[3] == (512, 8):
         return ROW_SPILL
-    if family.name in ("gemv", "gemv_adapted") and arguments[:2] == (GemvInput.ROTATED, (GEMV_THREADS, 8)):
+    if family.name == "gemv" and arguments[:2] == (GemvInput.ROTATED, (GEMV_THREADS, 8)):
         return ROTATED_SPILL
     if family.name == "attention_decode" and arguments[0][0] > LARGE_HEAD_DIM:  # type: ignore[index]
         return LARGE_HEAD_SPILL

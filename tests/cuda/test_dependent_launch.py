@@ -29,8 +29,6 @@ ALONE = {
 WRITE_FIRST = {"fill_random", "row_codes"}
 """Write weights: what others read before they have waited."""
 CALLS = {
-    "gemv": "multiply_row",
-    "gemv_adapted": "multiply_row",
     "gemm_hopper": "multiply",
     "gemm_hopper_adapted": "multiply",
     "skinny_gemm_hopper": "multiply",

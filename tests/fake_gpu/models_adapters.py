@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bminf_lite.backend.functions import normalise, product_by_row
+from bminf_lite.backend.functions import product_by_row
 from bminf_lite.backend.side_products import added
-from bminf_lite.backend.values import Norm
 
 from .launching import Call, model
 
@@ -80,20 +79,7 @@ def shrink_rows(call: Call) -> None:
     cluster = call.number("CLUSTER")
     call.require(wide * 16 == call.input_columns * cluster and high * 64 >= call.arguments["rows"] and deep, "blocks")
     call.require(call.launch.block == 256 and (call.launch.cluster or 1) == cluster, "threads")
-    write_inputs(call, half_rows(call))
-
-
-@model
-def shrink_norm(call: Call) -> None:
-    vectors, cluster, k = call.number("VECTORS"), call.number("CLUSTER"), call.k
-    call.require(call.launch.grid[0] * 16 == call.input_columns * cluster, "blocks are missing")
-    call.require(call.launch.block == 256 and (call.launch.cluster or 1) == cluster, "threads")
-    call.require(k <= 256 * 8 * vectors and call.launch.shared >= -(-k // 32) * 64, "too little shared memory")
-    padded = -(-k // 16) * 16
-    weight = call.vector("norm_weight", padded, F32, 16)[:k]
-    bias = call.vector("norm_bias", padded, F32, 16)[:k] if call.norm_bias else None
-    norm = Norm(weight, call.eps, bias, center=call.template["CENTER"] == "true")
-    write_inputs(call, normalise(call.rows("x", 1, padded, padded, F32)[:, :k], norm).astype(HALF).astype(F32))
+    write_inputs(call)
 
 
 @model
@@ -105,15 +91,12 @@ def shrink_many_rows(call: Call) -> None:
     call.require(call.launch.block == 128 and (call.launch.cluster or 1) == cluster, "threads")
     part = 16 * groups * (-(-call.k // 256) | 1) * 64
     call.require(call.launch.shared >= 32 * 1024 + 64 * (16 * groups + 8) * 4 + part, "too little shared memory")
-    write_inputs(call, half_rows(call))
+    write_inputs(call)
 
 
-def half_rows(call: Call) -> np.ndarray:
-    return call.rows("x", call.arguments["rows"], call.x_pitch, call.k, HALF).astype(F32)
-
-
-def write_inputs(call: Call, x: np.ndarray) -> None:
-    k, side = call.k, SideProduct(call, len(x))
+def write_inputs(call: Call) -> None:
+    rows, k, side = call.arguments["rows"], call.k, SideProduct(call, call.arguments["rows"])
+    x = call.rows("x", rows, call.x_pitch, k, HALF).astype(F32)
     for own, slot in side.used():
         call.require(not slot.down[..., k:].any(), "the padding of down is not zero")
         for section, (scales, down) in enumerate(zip(slot.scales, slot.down, strict=True)):

@@ -121,7 +121,7 @@ def write_scaled(call: Call, acc: np.ndarray, side: np.ndarray | None = None) ->
 
 
 @model
-def gemv(call: Call, side: np.ndarray | None = None) -> None:
+def gemv(call: Call) -> None:
     n, k, pitch, blocks = call.n, call.k, call.pitch, call.launch.grid[0]
     matrices = 2 if call.number("EPILOGUE") == GATED else 1
     outputs = n // matrices
@@ -129,19 +129,13 @@ def gemv(call: Call, side: np.ndarray | None = None) -> None:
     pipeline = WARPS * call.defines["PIPELINE_CHUNKS"] * CHUNK if call.machine.profile.capability >= (9, 0) else 0
     call.require(call.launch.block == THREADS, "threads")
     call.require(call.defines["PIPELINE_CHUNKS"] % call.number("U") == 0, "the pipeline does not hold whole units")
-    needed = pipeline + up(pitch, CHUNK * call.number("U")) + (4 if side is None else 8) * share
+    needed = pipeline + up(pitch, CHUNK * call.number("U")) + 4 * share
     call.require(call.launch.shared >= needed, "too little shared memory")
     codes, scale = quantize_rows(input_rows(call, 1, 0))
     weight = call.rows("weight", n, pitch, pitch, np.int8)
     acc = (codes.astype(np.float64) @ weight[:, :k].T.astype(np.float64)).astype(F32)
     y = scale[:, None] * (call.vector("w_scale", n, F32) * acc)
-    y = y if side is None else added(y, side)
     write_outputs(call, y + call.vector("bias", n, F32) if call.bias else y, 0)
-
-
-@model
-def gemv_adapted(call: Call) -> None:
-    gemv(call, side_products(call, 1))
 
 
 def side_products(call: Call, rows: int) -> np.ndarray:

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import cupy as cp
 import numpy as np
 
-from ...cuda.kernels.arrays import is_padded
 from ...cuda.kernels.constants import Epilogue
 from ...cuda.kernels.gemm.gemm_hopper import MIN_ROWS
 from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.gemv import gemv
-from ...cuda.kernels.rowwise.adapters import MAX_NORM_WIDTH as MAX_SHRUNK_NORM_WIDTH
 from ...cuda.kernels.rowwise.adapters import SideInputs
 from ...cuda.kernels.rowwise.rows import MAX_NORM_WIDTH
 from ...cuda.runtime.cublaslt import Order
@@ -122,8 +120,7 @@ class GemvProducts:
         fits = weight.pitch <= gemv.MAX_FUSED_NORM_WIDTH and (weight.rotation == 1 or isinstance(x, DeferredNorm))
         return fits and not isinstance(stream.pending, DeferredMatmul) and stream is not product.target
 
-    def run(self, product: Product, side: tuple[int, ...] = ()) -> Array:
-        """``side``: the arguments of a side product, whose inputs the kernel before writes."""
+    def run(self, product: Product) -> Array:
         results, weight, x = self.results, product.weight, product.x
         out, kernels = results.place(product, reads_input=True), results.kernels
         norm, addend, early, is_shared = None, None, False, False
@@ -145,8 +142,7 @@ class GemvProducts:
             weight.rotation,
             addend,
             early,
-            is_shared and addend is None and not side,
-            side,
+            is_shared and addend is None,
         )
         return results.placed(product, out)
 
@@ -194,7 +190,7 @@ class FusedProducts:
 
 @dataclass(frozen=True)
 class AdaptedProducts:
-    """Rows whose adapters a kernel with an epilogue adds: ``gemv`` those of one row, if it can read it.
+    """Rows whose adapters a kernel with an epilogue adds. One row takes it too, which is quantized first.
 
     The product of a few rows starts beside the kernel of its side inputs. Each such product has a counter of ``ready``,
     in turn.
@@ -203,7 +199,6 @@ class AdaptedProducts:
     results: ProductResults
     codes: InputCodes
     gemms: FusedGemms
-    gemv: GemvProducts
     ready: Iterator[int]
 
     def supports(self, product: Product) -> bool:
@@ -219,18 +214,6 @@ class AdaptedProducts:
         slots, adapters = weight.adapters.slots.rows, weight.adapters.adapters
         rows, kernels = product.x.shape[0], results.kernels
         assert len(slots) == rows, "the rows of a product are not those of the step"
-        if self._takes_gemv(product):
-            side = SideInputs(
-                slots, adapters, results.arrays.empty((rows, adapters.columns), np.float16), next(self.ready)
-            )
-            one_block_per_sm = kernels.step.one_block_per_sm
-            if isinstance(product.x, DeferredNorm):
-                row = results.arrays.padded(product.x.residual.values)
-                kernels.adapters.shrink_norm(kernels.step, row, product.x.norm, side)
-            else:
-                kernels.adapters.shrink(kernels.step, product.x, side)
-            kernels.step.one_block_per_sm = one_block_per_sm  # the few small blocks leave room for one of each SM
-            return self.gemv.run(product, side.arguments)
         codes, half = self.codes.with_half(product)
         ready = 0 if rows >= MIN_ROWS else next(self.ready)
         side = SideInputs(slots, adapters, results.arrays.empty((rows, adapters.columns), np.float16), ready)
@@ -242,16 +225,6 @@ class AdaptedProducts:
         out = results.place(product)
         self.gemms.multiply(codes, weight, out, product.epilogue, product.function, side)
         return results.placed(product, out)
-
-    def _takes_gemv(self, product: Product) -> bool:
-        """Whether ``gemv`` computes the product, and the kernel of its side inputs the same norm."""
-        x, stream = product.x, product.stream
-        if not self.gemv.supports(product):
-            return False
-        if stream is None:
-            return is_padded(x)
-        is_complete = stream.pending is None and stream.divided is None
-        return isinstance(x, DeferredNorm) and is_complete and x.shape[1] <= MAX_SHRUNK_NORM_WIDTH
 
 
 def leaves_activation(product: Product) -> bool:

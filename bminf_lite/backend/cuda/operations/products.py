@@ -52,14 +52,13 @@ class CudaProductOperations(CudaDevice, ProductOperations):
         """The kernels of products: the first that supports a product computes it."""
         results = ProductResults(self.materializer)
         self.input_codes = codes = InputCodes(self.materializer, in_one_block=self.fused.scaled_gemm.supported)
-        gemv = GemvProducts(results)
         kernels = (
-            gemv,
+            GemvProducts(results),
             FusedProducts(results, codes, self.fused),
             SumProducts(results, codes),
             FloatProducts(results),
         )
-        return Products(results, kernels, AdaptedProducts(results, codes, self.fused, gemv, self._counters()))
+        return Products(results, kernels, AdaptedProducts(results, codes, self.fused, self._counters()))
 
     def _counters(self) -> Iterator[int]:
         """The addresses of counters of products, in turn; they are made when the first is asked for."""

@@ -54,6 +54,8 @@ SMS_PER_BLOCK = 4
 """With at least ``SMS_PER_BLOCK`` SMs for each block, the next kernel may start with attention: it finds room."""
 SEGMENT_WAVES = 2
 """Units of one segment that a launch may have for each one that runs at the same time."""
+MAX_PREPARING_ROWS = 16
+"""The most rows of a step with drafts whose keys attention prepares: more are prepared by a kernel of their own."""
 RESERVED = 1 << 10
 """Bytes of shared memory that a block takes beside its own."""
 CAUSAL, BIASED, CROSS, SHARED = map(int, (DecodeMask.CAUSAL, DecodeMask.BIASED, DecodeMask.CROSS, DecodeMask.SHARED))
@@ -213,6 +215,8 @@ class AttentionDecode:
 
     def prepares_drafts(self, spec: AttentionSpec, cache: LayerCache, batch_size: int, max_context_len: int) -> bool:
         """Whether :meth:`launch` takes ``draft_offsets`` for ``batch_size`` rows and that bound of their tokens."""
+        if batch_size > MAX_PREPARING_ROWS:
+            return False
         kind, grid = int(scores_of(spec).decode_mask), self.grid(spec, batch_size, max_context_len)
         capability, element = self._launcher.device.compute_capability, element_of(cache)
         config = launch_config(capability, spec.head_dim, kind, grid.unit, grid.work, element)

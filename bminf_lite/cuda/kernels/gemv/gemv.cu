@@ -16,7 +16,6 @@
 // that does not depend on the predecessor is requested before the kernel waits for it: the first units, scales, biases,
 // the norm's weight. And a block has few registers and little code, because the kernels before and after it share the
 // SM and its instruction cache.
-#include "common/adapters.cuh"
 #include "common/async.cuh"
 #include "common/block_range.cuh"
 #include "common/common.cuh"
@@ -121,24 +120,19 @@ prefetch_epilogue(const BlockRange<EPILOGUE, 1>& block, int i, const float* w_sc
     return e;
 }
 
-// Scales the block's sums and writes its outputs. e: of the thread's first output. side_sums: what is added to each, if
-// HAS_SIDE.
-template <int EPILOGUE, int F, bool HAS_SIDE>
+// Scales the block's sums and writes its outputs. e: of the thread's first output.
+template <int EPILOGUE, int F>
 __device__ __forceinline__ void epilogue(
-    const int* sums, const float* side_sums, float x_scale, const BlockRange<EPILOGUE, 1>& block, EpilogueOperands e,
-    const float* w_scale, const float* bias, void* out) {
+    const int* sums, float x_scale, const BlockRange<EPILOGUE, 1>& block, EpilogueOperands e, const float* w_scale,
+    const float* bias, void* out) {
     if (threadIdx.x >= block.count) return;
 #pragma unroll 1
     for (int i = threadIdx.x;;) {
         const int output = block.first + i;
-        const auto value = [&](int i, int m) {
-            float y = scaled(__int2float_rn(sums[i]), x_scale, e.w_scale[m]);
-            if constexpr (HAS_SIDE) y = add_side(y, side_sums[i]);
-            return __fadd_rn(y, e.bias[m]);
-        };
-        const float y = value(i, 0);
+        const float y = __fadd_rn(scaled(__int2float_rn(sums[i]), x_scale, e.w_scale[0]), e.bias[0]);
         float up = 0;
-        if constexpr (EPILOGUE == GATED) up = value(block.count + i, 1);
+        if constexpr (EPILOGUE == GATED)
+            up = __fadd_rn(scaled(__int2float_rn(sums[block.count + i]), x_scale, e.w_scale[1]), e.bias[1]);
         store_output<EPILOGUE, F>(out, output, y, up, e.residual);
         i += THREADS;
         if (i >= block.count) return;
@@ -266,53 +260,22 @@ __device__ __forceinline__ void multiply_units(
     }
 }
 
-// Fetches what the block reads of `up` into the L2 cache.
-template <int EPILOGUE>
-__device__ __forceinline__ void prefetch_side(const SideProduct& side, const BlockRange<EPILOGUE, 1>& block) {
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x >= block.MATRICES || block.count == 0) return;
-    const int slot = *side.slots, rank = side.rank(slot), first = block.first + threadIdx.x * block.outputs;
-    if (rank) prefetch_bulk_l2(side.up(slot, rank) + static_cast<size_t>(first) * rank, block.count * rank * 2);
-#endif
-}
-
-// The side product for the block's rows of the weight. A warp has 16 of them at a time, the left operand; the columns
-// of the right one are the inputs for each section, of which a row needs one.
-template <int EPILOGUE>
-__device__ __forceinline__ void multiply_side(
-    const SideProduct& side, const BlockRange<EPILOGUE, 1>& block, float* side_sums) {
-    const int lane = threadIdx.x % WARP, group = lane / 4, slot = *side.slots, rank = side.rank(slot);
-    const __half* up = side.up(slot, rank);
-#pragma unroll 1
-    for (int first = warp_index() * 16; first < block.groups(); first += WARPS * 16) {
-        const int last = block.groups() - 1;
-        const int rows[2] = {block.group(min(first + group, last)), block.group(min(first + group + 8, last))};
-        float d[4] = {};
-#pragma unroll 1
-        for (int at = 0; at < rank; at += RANKS)
-            mma_ranks(
-                d, side.up_ranks(up, rank, rows[0], at), side.up_ranks(up, rank, rows[1], at),
-                side.input_ranks(0, min(group, side.sections - 1), at));
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int section = side.section(rows[h]), i = first + group + 8 * h;
-            if (i <= last && lane % 4 == section / 2) side_sums[i] = section % 2 ? d[2 * h + 1] : d[2 * h];
-        }
-    }
-}
-
-// Whether the kernel lets its successor start only when it has waited itself.
-constexpr bool starts_late(bool early, int epilogue) { return early && epilogue == TO_HALF; }
-
-// The kernels below, once they have let their successor start or will not yet.
-template <int INPUT, int ROW_THREADS, int VECTORS, int EPILOGUE, int F, int U, bool EARLY, class Side>
-__device__ __forceinline__ void multiply_row(
-    const Side& side, const void* x, const float* norm_weight, const float* norm_bias, float eps, double inverse_k,
-    int rotation, float rotation_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
+// INPUT: what is quantized, x, a norm of it, rotations of both in blocks of `rotation` elements (see rotate_row), or a
+// sum with the norm of `addend`, which is written to `sum`. inverse_k: 1 / k. ROW_THREADS, VECTORS: see InputRow. F:
+// the function of GATED and ACTIVATED. U: chunks of a unit. EARLY, of GATED and ACTIVATED: x was complete before this
+// kernel could start, so the kernel waits for its predecessor only before it writes; of TO_HALF: the kernel lets its
+// successor, which reads x too, start when x is complete. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
+// PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
+// block has.
+template <int INPUT, int ROW_THREADS, int VECTORS, int EPILOGUE, int F, int U, bool EARLY>
+__global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
+    const void* x, const float* norm_weight, const float* norm_bias, float eps, double inverse_k, int rotation,
+    float rotation_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
     const float* __restrict__ bias, void* out, int n, int k, int pitch, const float* addend, const float* addend_weight,
     float addend_eps, float* sum) {
-    constexpr bool STARTS_LATE = starts_late(EARLY, EPILOGUE), READS_EARLY = EARLY && !STARTS_LATE;
+    constexpr bool STARTS_LATE = EARLY && EPILOGUE == TO_HALF, READS_EARLY = EARLY && !STARTS_LATE;
     extern __shared__ __align__(128) char shared[];
+    if constexpr (!STARTS_LATE) launch_dependent_grids();
     const BlockRange<EPILOGUE, 1> block(n);
     using Stream = WeightStream<U, EPILOGUE>;
     __shared__ __align__(8) unsigned long long barriers[WARPS * Stream::STAGES];
@@ -336,17 +299,11 @@ __device__ __forceinline__ void multiply_row(
             if (is_normed(INPUT)) prefetch_l2(norm_weight + column);
         }
     }
-    if constexpr (Side::EXISTS) prefetch_side(side, block);
     EpilogueOperands operands = {};
     if (threadIdx.x < block.count) operands = prefetch_epilogue(block, threadIdx.x, w_scale, bias);
     const auto norm = input_norm<Row>({norm_weight, norm_bias, eps, k, pitch}, inverse_k);
     const RowAddresses<Row> row(x, pitch);
-    if constexpr (Side::EXISTS) {
-        if (threadIdx.x == 0) side.wait_for_operands();
-        __syncthreads();
-    } else if constexpr (!READS_EARLY) {
-        wait_on_dependent_grids();
-    }
+    if constexpr (!READS_EARLY) wait_on_dependent_grids();
     if constexpr (STARTS_LATE) launch_dependent_grids();
     if (EPILOGUE == ADD && threadIdx.x < block.count)
         operands.residual = ld_global(static_cast<const float*>(out) + block.first + threadIdx.x);
@@ -359,41 +316,7 @@ __device__ __forceinline__ void multiply_row(
     multiply_units(stream, first, codes, sums);
     __shared__ float x_scale;
     if (threadIdx.x == ROW_THREADS - 1) x_scale = row_scale(top).scale;  // few warps have fewer units than this one's
-    if constexpr (READS_EARLY || Side::EXISTS) wait_on_dependent_grids();
-    float* const side_sums = reinterpret_cast<float*>(sums + block.groups());
-    if constexpr (Side::EXISTS) multiply_side(side, block, side_sums);
+    if constexpr (READS_EARLY) wait_on_dependent_grids();
     __syncthreads();
-    epilogue<EPILOGUE, F, Side::EXISTS>(sums, side_sums, x_scale, block, operands, w_scale, bias, out);
-}
-
-// INPUT: what is quantized, x, a norm of it, rotations of both in blocks of `rotation` elements (see rotate_row), or a
-// sum with the norm of `addend`, which is written to `sum`. inverse_k: 1 / k. ROW_THREADS, VECTORS: see InputRow. F:
-// the function of GATED and ACTIVATED. U: chunks of a unit. EARLY, of GATED and ACTIVATED: x was complete before this
-// kernel could start, so the kernel waits for its predecessor only before it writes; of TO_HALF: the kernel lets its
-// successor, which reads x too, start when x is complete. Dynamic shared memory: from 9.0 on the pipelines (WARPS *
-// PIPELINE_BYTES); the codes (pitch bytes, rounded up to whole units); an int32 sum for each row of the weight that the
-// block has.
-template <int INPUT, int ROW_THREADS, int VECTORS, int EPILOGUE, int F, int U, bool EARLY>
-__global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv(
-    const void* x, const float* norm_weight, const float* norm_bias, float eps, double inverse_k, int rotation,
-    float rotation_scale, const int8* __restrict__ weight, const float* __restrict__ w_scale,
-    const float* __restrict__ bias, void* out, int n, int k, int pitch, const float* addend, const float* addend_weight,
-    float addend_eps, float* sum) {
-    if constexpr (!starts_late(EARLY, EPILOGUE)) launch_dependent_grids();
-    multiply_row<INPUT, ROW_THREADS, VECTORS, EPILOGUE, F, U, EARLY>(
-        NoSide(), x, norm_weight, norm_bias, eps, inverse_k, rotation, rotation_scale, weight, w_scale, bias, out, n, k,
-        pitch, addend, addend_weight, addend_eps, sum);
-}
-
-// The same with a side product, beside the kernel of its inputs, and without an addend. The dynamic shared memory also
-// has a float for each row of the weight that the block has.
-template <int INPUT, int ROW_THREADS, int VECTORS, int EPILOGUE, int F, int U>
-__global__ void __launch_bounds__(THREADS, blocks_per_sm(INPUT, VECTORS)) gemv_adapted(
-    const SideProduct side, const void* x, const float* norm_weight, const float* norm_bias, float eps,
-    double inverse_k, int rotation, float rotation_scale, const int8* __restrict__ weight,
-    const float* __restrict__ w_scale, const float* __restrict__ bias, void* out, int n, int k, int pitch) {
-    launch_dependent_grids();
-    multiply_row<INPUT, ROW_THREADS, VECTORS, EPILOGUE, F, U, false>(
-        side, x, norm_weight, norm_bias, eps, inverse_k, rotation, rotation_scale, weight, w_scale, bias, out, n, k,
-        pitch, nullptr, nullptr, 0.0f, nullptr);
+    epilogue<EPILOGUE, F>(sums, x_scale, block, operands, w_scale, bias, out);
 }

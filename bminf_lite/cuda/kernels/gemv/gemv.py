@@ -97,13 +97,11 @@ class Gemv:
             defines = defines_for(chunks)
             yield KernelFamily(cls.source, "gemv", tensors, defines=defines)
             yield KernelFamily(cls.source, "gemv", values, _possible_row, defines)
-            if capability == (9, 0):
-                yield KernelFamily(cls.source, "gemv_adapted", values[:-1], _possible_adapted, defines)
 
     def launch(
         self, step: StepContext, x: cp.ndarray, norm: Norm | None, weight: WeightRows, out: cp.ndarray,
         epilogue: int, activation: int = 0, rotation: int = 1, addend: RowAddend | None = None, early: bool = False,
-        shares: bool = False, side: tuple[int, ...] = (),
+        shares: bool = False,
     ) -> None:  # fmt: skip
         """``out`` from one row ``x``; ``activation`` for a gated or activated epilogue.
 
@@ -111,8 +109,7 @@ class Gemv:
         A norm, or fp16 values, may be transformed in blocks of ``rotation`` elements.
         ``early``: ``x`` is complete before the kernel can start (:meth:`StepContext.reads`). With a norm and an
         activation the kernel then computes beside its predecessor. ``shares``: the next product reads the same norm.
-        Of a stored product it may then start when the row that is normalised is complete. ``side`` are the arguments of
-        a side product, whose inputs the kernel before writes; there is no ``addend`` then.
+        Of a stored product it may then start when the row that is normalised is complete.
 
         There is one block per SM. Behind a kernel with another number of blocks, two of these blocks could land on one
         SM and leave another idle. In that case a block requests more than half of an SM's shared memory, so that two do
@@ -120,24 +117,24 @@ class Gemv:
         """
         launcher, (n, pitch) = self._launcher, (weight.out_features, weight.pitch)
         if addend is not None:
-            assert not side and (norm is None or not norm.center)
+            assert norm is None or not norm.center
             kind = SUM if norm is None else RMS_NORM_OF_SUM
         elif norm is None and x.dtype == np.float32:
             kind = FLOAT
         else:
             kind = input_of(norm)
         kind = ROTATED_KINDS[kind] if rotation > 1 else kind
-        can_be_early = launcher.has_clusters and kind in EARLY_INPUTS and not side
+        can_be_early = launcher.has_clusters and kind in EARLY_INPUTS
         early = early and can_be_early and epilogue in ACTIVATED_EPILOGUES
         starts_late = shares and can_be_early and epilogue == Epilogue.TO_HALF
-        kernel, grid, shared = self._plan(kind, n, pitch, epilogue, activation, early or starts_late, bool(side))
+        kernel, grid, shared = self._plan(kind, n, pitch, epilogue, activation, early or starts_late)
         norm_weight, norm_bias, eps = norm_arguments(norm)
         if not step.one_block_per_sm and launcher.has_clusters:
             shared = max(shared, launcher.half_shared)
         args = (
-            *side, x.data.ptr, norm_weight, norm_bias, eps, 1 / weight.in_features, rotation, rotation**-0.5,
+            x.data.ptr, norm_weight, norm_bias, eps, 1 / weight.in_features, rotation, rotation**-0.5,
             weight.matrix.data.ptr, address(weight.scale), address(weight.bias), out.data.ptr, n, weight.in_features,
-            pitch, *(() if side else addend_arguments(addend)),
+            pitch, *addend_arguments(addend),
         )  # fmt: skip
         bytes_moved = weight.nbytes + nbytes_of(x, out, *((addend.x, addend.out) if addend is not None else ()))
         kernel(grid, GEMV_THREADS, args, shared, launcher.stream, True, None, bytes_moved)
@@ -157,20 +154,19 @@ class Gemv:
         kernel(grid, GEMV_THREADS, args, shared, stream)
 
     def _find_plan(
-        self, source: int, n: int, pitch: int, epilogue: int, activation: int, early: bool, adapted: bool = False
+        self, source: int, n: int, pitch: int, epilogue: int, activation: int, early: bool
     ) -> tuple[Kernel, int, int]:
         """The kernel, its number of blocks, and the bytes of shared memory that it needs."""
         num_sms, matrices = self._launcher.num_sms, 2 if epilogue == Epilogue.GATED else 1
         rows = ceil_div(n // matrices, num_sms) * matrices
         unit = best_unit(rows, pitch)
-        template = int(source), *row_of(pitch), int(epilogue), int(activation), unit
-        numbers = ", ".join(map(str, template))
-        expression = f"gemv_adapted<{numbers}>" if adapted else f"gemv<{numbers}, {BOOLEANS[early]}>"
+        template = int(source), *row_of(pitch), int(epilogue), int(activation), unit, BOOLEANS[early]
+        expression = f"gemv<{', '.join(map(str, template))}>"
         codes = round_up(pitch, GEMV_CHUNK * unit)
         chunks = pipeline_chunks(self._launcher.max_shared, codes)
         kernel = self._launcher.kernel(self.source, expression, False, defines_for(chunks))
         pipelines = WARPS * chunks * GEMV_CHUNK if self._launcher.has_clusters else 0
-        return kernel, min(num_sms, n // matrices), pipelines + codes + (8 if adapted else 4) * rows
+        return kernel, min(num_sms, n // matrices), pipelines + codes + 4 * rows
 
 
 class GemvCodes:
@@ -231,8 +227,6 @@ ROTATED_KINDS = dict(zip((HALF, RMS_NORM, LAYER_NORM, RMS_NORM_OF_SUM), (ROTATED
 """The rotated kind of each kind of input that can be rotated."""
 INPUTS, NUMBERS, ACTIVATION_NUMBERS = numbers(ENGINE_INPUTS), numbers(EPILOGUES), numbers(Activation)
 EARLY_INPUTS = (RMS_NORM, LAYER_NORM, *ROTATED_NORMS[:2])
-ADAPTED_INPUTS = (HALF, ROTATED, *EARLY_INPUTS)
-"""Of products with a side product."""
 ACTIVATED_EPILOGUES = (Epilogue.GATED, Epilogue.ACTIVATED)
 
 
@@ -251,7 +245,3 @@ def _possible(
 
 def _possible_row(source: int, row: tuple[int, int], epilogue: int, activation: int, unit: int, early: str) -> bool:
     return _possible(source, row[1], epilogue, activation, unit, early)
-
-
-def _possible_adapted(source: int, row: tuple[int, int], epilogue: int, activation: int, unit: int) -> bool:
-    return source in ADAPTED_INPUTS and _possible_row(source, row, epilogue, activation, unit, BOOLEANS[0])

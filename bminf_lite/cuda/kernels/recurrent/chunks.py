@@ -23,6 +23,8 @@ TOKEN_COLUMNS = WARPS * WARP_COLUMNS
 """Columns of a head's state in a block of the kernel of one token."""
 MAX_CLUSTER = 8
 """Blocks of a cluster that every GPU with clusters has."""
+MAX_TOKENS_AT_ONCE = 4
+"""The most sequences whose token one kernel computes from the convolution on: three take less time for more."""
 
 HEADS_AT_ONCE = 4
 """Value heads of a key head that a block prepares."""
@@ -150,7 +152,8 @@ class ChunkKernels(ABC):
     def is_one_token(self, heads: Heads, convolution: ShortConvolution, batch: ForwardBatch) -> bool:
         """Whether the kernel of one token of each sequence computes the step, from the convolution to the outputs."""
         fits = heads.token_cluster <= MAX_CLUSTER and len(convolution.taps) <= TOKEN_TAPS and not heads.per_channel
-        return fits and self._launcher.has_clusters and batch.max_query_len == 1 and not batch.has_drafts
+        is_small = batch.max_query_len == 1 and len(batch.tokens) <= MAX_TOKENS_AT_ONCE and not batch.has_drafts
+        return fits and is_small and self._launcher.has_clusters
 
     def launch_token(
         self,

@@ -1,6 +1,6 @@
 // Adapters that the rows of a step choose: each row has the number of a slot, from 1 on, or 0 for none.
 //
-//     shrink_rows, shrink_many_rows, shrink_norm   inputs = fp16(scale * (x @ down[slot].T))
+//     shrink_rows, shrink_many_rows   inputs = fp16(scale * (x @ down[slot].T))
 //     expand_rows   out = sums + inputs @ up[slot] + bias; a row without a slot gets no product
 //     saved_products, saved_embed   a head, or a table of tokens, in place of the model's
 //
@@ -209,82 +209,6 @@ __global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS)
         }
     }
     wait();
-}
-
-// For the norm of one row, fp32 with its padding, which each block computes: as fp16 it lies in shared memory. As
-// shrink_rows; the grid is CLUSTER * groups of RANKS columns. VECTORS: of eight elements, of a thread.
-//
-// Dynamic shared memory: the chunks of a row of fp16.
-template <int VECTORS, bool CENTER, int CLUSTER>
-__global__ void __launch_bounds__((PIECES + 1) * WARP, VECTORS > 2 ? 2 : SHRINK_BLOCKS) shrink_norm(
-    const SideProduct side, const float* x, const float* norm_weight, const float* norm_bias, float eps, int k) {
-    static_assert(CLUSTER == 1 || CLUSTER == PARTS, "a block has a part, or all");
-    constexpr int THREADS = PIECES * WARP;
-    using Layout = HalfVectors<THREADS>;
-    extern __shared__ __align__(16) __half normed[];
-    __shared__ RowScratch<THREADS, VECTORS> scratch;
-    __shared__ float of_pieces[PIECES][RANKS], totals[RANKS];
-    launch_dependent_grids();
-    const int part = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, column = blockIdx.x / CLUSTER * RANKS;
-    const int chunks = (k + CHUNK - 1) / CHUNK, padded = (k + 15) / 16 * 16;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, quarter = lane % 4 * 8;
-    const int slot = *side.slots;
-    const bool has_slot = slot > 0;
-    const DownRows<1> down(side, has_slot ? slot : 1, column);
-    const bool any = has_slot && down.any;
-    const __half* weights = down.rows[0] + static_cast<size_t>(group) * side.down_pitch + quarter;
-    if (CLUSTER > 1 && any) prefetch_piece(weights, side.down_pitch, chunks, part * PIECES + warp);
-    wait_on_dependent_grids();
-    if (side.ready && blockIdx.x == 0 && threadIdx.x == 0) red_add_release(side.ready, 1);
-    if (!any) return;
-    float v[VECTORS][8];
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        uint4 raw[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) raw[half] = ld_global_cg_v4(x + min(Layout::column(i, half), padded - 4));
-        load8(reinterpret_cast<const float*>(raw), v[i]);
-        clear_tail<Layout>(v[i], i, k);
-    }
-    const NormParams<Layout> norm = {norm_weight, norm_bias, eps, k, padded};
-    normalise_row<THREADS, CENTER, false>(v, norm, scratch);
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float* y = v[i] + 4 * half;
-            if (const int at = Layout::column(i, half); at < chunks * CHUNK)
-                *reinterpret_cast<uint2*>(normed + at) = {pack_half2(y[0], y[1]), pack_half2(y[2], y[3])};
-        }
-    __syncthreads();
-#pragma unroll 1
-    for (int p = part; p < (CLUSTER > 1 ? part + 1 : PARTS); ++p) {
-        float sums[4] = {};
-        const int2 range = piece_chunks(chunks, p * PIECES + warp);
-#pragma unroll 2
-        for (int chunk = range.x; chunk < range.y; ++chunk) {
-            const int at = chunk * CHUNK;
-            const uint4 values = *reinterpret_cast<const uint4*>(normed + at + quarter);  // in every column
-            const uint4 low = ld_global_v4(weights + at);
-            const uint4 high = ld_global_v4(weights + 8 * static_cast<size_t>(side.down_pitch) + at);
-            const unsigned even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
-            mma_m16n8k16(sums, even, values.x, values.y);
-            mma_m16n8k16(sums, odd, values.z, values.w);
-        }
-        if (lane % 4 == 0) of_pieces[warp][group] = sums[0], of_pieces[warp][group + 8] = sums[2];
-        __syncthreads();
-        if (threadIdx.x < RANKS) {
-            float sum = 0;
-#pragma unroll
-            for (int w = 0; w < PIECES; ++w) sum = __fadd_rn(sum, of_pieces[w][threadIdx.x]);
-            totals[threadIdx.x] = CLUSTER == 1 && p > 0 ? __fadd_rn(totals[threadIdx.x], sum) : sum;
-        }
-        __syncthreads();
-    }
-    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
-    if (part == 0 && threadIdx.x < RANKS)
-        write_input<CLUSTER>(side, totals + threadIdx.x, down.scales, down.rank, 0, column + threadIdx.x);
-    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();  // the sums have been read
 }
 
 // For many rows, as shrink_rows, for groups of GROUPS * RANKS columns. A warp has 16 of the rows with a slot and all

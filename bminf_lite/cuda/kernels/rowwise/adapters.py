@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..arrays import PAD, address, ceil_div, nbytes_of, pitch_of, round_up
-from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
-from .rows import norm_arguments
 
 if TYPE_CHECKING:
     import cupy as cp
-
-    from ....backend.values import Norm
 
 RANKS = 16
 """The ranks of slots are padded to a multiple of it."""
@@ -29,10 +26,6 @@ SHRINK_ROWS = FEW_ROWS = 64
 MANY_ROWS = 512
 """Above ``MANY_ROWS`` rows, which are prompts, most tiles of :data:`SHRINK_ROWS` rows have one slot."""
 CHUNK, QUEUE, ROW_THREADS = 32, 8, 128
-NORM_VECTORS = (1, 2, 4)
-"""Vectors of 8 elements that a thread of ``shrink_norm`` has."""
-MAX_NORM_WIDTH = 256 * 8 * NORM_VECTORS[-1]
-"""Elements of a row of ``shrink_norm``, at most."""
 STATIC_SHARED = 512
 """Static shared memory of a block of ``shrink_many_rows``, at most."""
 PRODUCTS = 1024
@@ -131,7 +124,6 @@ class AdapterKernels:
         cluster = PARTS if capability >= (9, 0) else 1
         yield KernelFamily(cls.source, "shrink_rows", ((cluster,),))
         yield KernelFamily(cls.source, "shrink_many_rows", (GROUPS, (cluster,)))
-        yield KernelFamily(cls.source, "shrink_norm", (NORM_VECTORS, BOOLEANS, (cluster,)))
         yield KernelFamily(cls.source, "expand_rows", (("__half", "float"),))
         yield KernelFamily(cls.source, "saved_products")
         yield KernelFamily(cls.source, "saved_embed")
@@ -151,22 +143,6 @@ class AdapterKernels:
             256 if groups is None else ROW_THREADS,
             (*side.arguments, x.data.ptr, pitch_of(x), rows, of.features),
             shared=0 if groups is None else shrink_shared(groups, of.features),
-            cluster=cluster if cluster > 1 else None,
-            bytes_moved=nbytes_of(x, side.values) + of.nbytes_of_slot,
-        )
-
-    def shrink_norm(self, step: StepContext, x: cp.ndarray, norm: Norm, side: SideInputs) -> None:
-        """The same of one row, the ``norm`` of padded fp32 ``x`` ``[1, k]``, of at most :data:`MAX_NORM_WIDTH`."""
-        of, cluster = side.adapters, PARTS if self._launcher.has_clusters else 1
-        vectors = next(v for v in NORM_VECTORS if of.features <= 256 * 8 * v)
-        self._launcher.launch(
-            step,
-            self.source,
-            f"shrink_norm<{vectors}, {BOOLEANS[norm.center]}, {cluster}>",
-            cluster * of.columns // RANKS,
-            256,
-            (*side.arguments, x.data.ptr, *norm_arguments(norm), of.features),
-            shared=ceil_div(of.features, CHUNK) * CHUNK * 2,
             cluster=cluster if cluster > 1 else None,
             bytes_moved=nbytes_of(x, side.values) + of.nbytes_of_slot,
         )
