@@ -36,7 +36,7 @@ from .engine.network import DraftNetwork, Network, ObservedNetwork
 from .engine.speculative import AUTO, EAGLE3, MTP, NGRAM, SpeculativeConfig
 from .errors import OutOfMemory, UsageError, require_bool, require_whole
 from .files import expand
-from .layers.cache import CacheLayout, Layout
+from .layers.cache import CacheLayout, Latent, Layout
 from .memory.cache_memory import CacheGroup, cache_blocks
 from .memory.machine import HOST_RESERVE, available_memory, machine_of
 from .memory.planner import CAPTURED_TOKENS, CHUNK, Machine, MemoryPlan, MemoryRequirements, plan_memory
@@ -487,6 +487,7 @@ def _decode_work(
         logit_bytes=LOGIT_BYTES * config.vocab_size,
         experts=tuple(meta.expert_bytes),
         shared=tuple(shared),
+        latents=sum(isinstance(layout, Latent) for layouts in config.layer_layouts for layout in layouts),
     )
 
 

@@ -6,7 +6,8 @@ bytes over the bandwidth. The other terms do not depend on the bandwidth:
 - a product takes a little longer than reading its weight, and each of several rows adds to that; rows come in whole
   tiles;
 - an int8 cache is dequantized;
-- a kernel takes a while to start and to end, and a norm delays the product that follows it.
+- a kernel takes a while to start and to end, and a norm delays the product that follows it;
+- a mixture's experts wait for its router, and latent attention has two kernels more than attention.
 
 The prediction knows a GPU by its memory bandwidth alone. The constants were fitted to measurements on an H200 and an
 H100, which have the same multiprocessors; a GPU with fewer or slower ones takes longer for the other terms.
@@ -30,6 +31,10 @@ LAUNCH_SECONDS = 0.9e-6
 """Seconds between the end of a kernel's work and the start of the next one's."""
 NORM_SECONDS = 1.3e-6
 """Seconds that a vector of a norm adds to each product that applies it: the row passes through it first."""
+MIXTURE_SECONDS = 14e-6
+"""Seconds that a mixture takes beyond its products: the router, the choice, and both products' waits for them."""
+LATENT_SECONDS = 7e-6
+"""Seconds that a layer's latent attention takes beyond attention."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class StepWork:
     - ``norm_vectors``: the vectors that products apply in all layers, two for a LayerNorm; those of a norm that two
       products share count twice;
     - ``logit_bytes``: bytes that are moved for the logits of a sequence;
-    - ``shared``: the groups of what layers read of the caches of others, beside their own.
+    - ``shared``: the groups of what layers read of the caches of others, beside their own;
+    - ``latents``: the layers with latent attention.
     """
 
     matrix_bytes: int
@@ -71,6 +77,7 @@ class StepWork:
     logit_bytes: int
     experts: tuple[ExpertBytes, ...] = ()
     shared: tuple[CacheGroup, ...] = ()
+    latents: int = 0
 
     def weight_bytes(self, batch: int) -> float:
         """Bytes of weights that a step of ``batch`` sequences reads, if each token chooses its experts at random."""
@@ -81,12 +88,16 @@ class StepWork:
         rows = tiled_rows(batch) if batch > 1 else 0
         weights = self.weight_bytes(batch)
         moved = weights + batch * self.logit_bytes
-        compute = weights * (WEIGHT_SECONDS + ROW_SECONDS * rows)
+        of_experts = [(mixture.read(batch), mixture.top_k / mixture.num_experts) for mixture in self.experts]
+        row_bytes = weights - sum(nbytes * (1 - chosen) for nbytes, chosen in of_experts)
+        compute = weights * WEIGHT_SECONDS + row_bytes * ROW_SECONDS * rows
         for group in (*cache, *self.shared):
             nbytes = batch * group.bytes_read(context)
             moved += nbytes
             compute += nbytes * INT8_CACHE_SECONDS * group.is_int8
-        return moved / bandwidth + compute + self.launches * LAUNCH_SECONDS + self.norm_vectors * NORM_SECONDS
+        launches = self.launches * LAUNCH_SECONDS + self.norm_vectors * NORM_SECONDS
+        waits = len(self.experts) * MIXTURE_SECONDS + self.latents * LATENT_SECONDS
+        return moved / bandwidth + compute + launches + waits
 
 
 def tiled_rows(rows: int) -> int:
