@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils import dlpack
 
 from ..models import _eagle3 as eagle3
 from ..models._eagle3 import Eagle3Config
@@ -130,7 +131,7 @@ def on_host(x: Any, turn_back: np.ndarray | None = None) -> torch.Tensor:
 
     ``turn_back`` fp32 ``[features, features]`` undoes a rotation.
     """
-    found = torch.from_dlpack(x)
+    found = dlpack.from_dlpack(x)
     if turn_back is not None:
         found = found @ torch.from_numpy(turn_back).to(found.device)
     return found.to(torch.float16).cpu()
@@ -140,7 +141,7 @@ def likely_tokens(logits: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely tokens int32 and their probabilities fp16, ``[T, K]`` on the host, of a backend's logits fp32
     ``[T, vocab]``.
     """
-    found = torch.from_dlpack(logits)
+    found = dlpack.from_dlpack(logits)
     largest, tokens = found.topk(NUM_LABELS)
     probabilities = (largest - found.logsumexp(1, keepdim=True)).exp()
     return tokens.to(torch.int32).cpu(), probabilities.to(torch.float16).cpu()

@@ -274,8 +274,10 @@ def test_what_a_model_computes_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_a_gpu_reads_what_the_cpu_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of several lengths in one batch. The emulated GPU's arrays have no DLPack: copies take its place."""
-    real = torch.from_dlpack
-    monkeypatch.setattr(torch, "from_dlpack", lambda x: torch.from_numpy(x.get()) if is_emulated(x) else real(x))
+    real = torch.utils.dlpack.from_dlpack
+    monkeypatch.setattr(
+        torch.utils.dlpack, "from_dlpack", lambda x: torch.from_numpy(x.get()) if is_emulated(x) else real(x)
+    )
     config = replace(eagle3.parse(head_config(DEMO, 64, None)), has_embedding=False)
     rng = np.random.default_rng(6)
     written = [(2, rng.integers(2048, size=count).tolist()) for count in (9, 30, 12, 20)]
