@@ -163,6 +163,51 @@ __global__ void __launch_bounds__(THREADS) all_reduce_values(
     }
 }
 
+constexpr int PARTS = 8, FLAG = PARTS - 1;  // threads of a line, and the one whose part has the flag
+
+// Stores a part of each of AT_ONCE lines, `stride` apart from `begin` on, for all peers.
+template <int AT_ONCE, class LineOf>
+__device__ __forceinline__ void push_lines(
+    const uint4 (&x)[AT_ONCE], int begin, int stride, int count, int rank, int ranks, const LineOf& line_of) {
+    for (int peer = 0; peer < ranks; ++peer) {
+        if (peer == rank) continue;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int line = begin + k * stride;
+            __syncwarp();  // a line's threads store together
+            if (line < count) push(line_of(peer, rank, line), x[k]);
+        }
+    }
+}
+
+// sum = the parts of these lines of all ranks, in their order; `own` are those of this rank.
+template <int AT_ONCE, class LineOf>
+__device__ __forceinline__ void sum_lines(
+    const float4 (&own)[AT_ONCE], float4 (&sum)[AT_ONCE], int begin, int stride, int count, unsigned call, int rank,
+    int ranks, Patience& waiting, const LineOf& line_of) {
+    for (int source = 0; source < ranks; ++source) {
+        uint4 x[AT_ONCE];
+        bool pending = source != rank;
+        while (pending) {
+            pending = false;
+            __syncwarp();  // a line's threads load together
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) x[k] = pushed(line_of(rank, source, min(begin + k * stride, count - 1)));
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) pending = pending || (threadIdx.x % PARTS == FLAG && x[k].w != call);
+            pending = __any_sync(FULL, pending) && __all_sync(FULL, waiting.goes_on(source));
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const float4 y = source == rank ? own[k]
+                                            : make_float4(
+                                                  __uint_as_float(x[k].x), __uint_as_float(x[k].y),
+                                                  __uint_as_float(x[k].z), __uint_as_float(x[k].w));
+            sum[k] = source == 0 ? y : add4(sum[k], y);
+        }
+    }
+}
+
 // The same by lines of 128 bytes, for more values over NVLink: seven threads push four values each, and an eighth the
 // call's number, by one instruction of their warp. NVLink does not divide a line that a warp stores so, nor does a
 // warp's load see a part of one; NCCL's protocol LL128 rests on the same. A rank's memory has lines
@@ -172,7 +217,7 @@ __global__ void __launch_bounds__(THREADS) all_reduce_lines(
     const float* partial, long long pitch, const float* bias, float* out, long long out_pitch, int rows, int n,
     const unsigned long long* bases, unsigned* calls, int* failure, int rank, int ranks, int parity, long long lines,
     long long capacity, unsigned long long patience) {
-    constexpr int PARTS = 8, FLAG = PARTS - 1, IN_WARP = WARP / PARTS;
+    constexpr int IN_WARP = WARP / PARTS;
     launch_dependent_grids();
     const int part = threadIdx.x % PARTS, width = (n + 3) / 4, total = rows * width;
     const int count = (total + FLAG - 1) / FLAG, stride = gridDim.x * (THREADS / PARTS);
@@ -193,15 +238,7 @@ __global__ void __launch_bounds__(THREADS) all_reduce_lines(
             if (has_values(line))
                 x[k] = *reinterpret_cast<const uint4*>(partial + place_of<4>(line * FLAG + part, width, pitch));
         }
-        for (int peer = 0; peer < ranks; ++peer) {
-            if (peer == rank) continue;
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
-                const int line = begin + k * stride;
-                __syncwarp();  // a line's threads store together
-                if (line < count) push(line_of(peer, rank, line), x[k]);
-            }
-        }
+        push_lines(x, begin, stride, count, rank, ranks, line_of);
     }
     Patience waiting = {calls, failure, patience};
     for (int begin = first; begin - ahead < count; begin += AT_ONCE * stride) {
@@ -213,28 +250,7 @@ __global__ void __launch_bounds__(THREADS) all_reduce_lines(
             own[k] = *reinterpret_cast<const float4*>(partial + place_of<4>(i, width, pitch));
             if (ADD) before[k] = *reinterpret_cast<const float4*>(out + place_of<4>(i, width, out_pitch));
         }
-        for (int source = 0; source < ranks; ++source) {
-            uint4 x[AT_ONCE];
-            bool pending = source != rank;
-            while (pending) {
-                pending = false;
-                __syncwarp();  // a line's threads load together
-#pragma unroll
-                for (int k = 0; k < AT_ONCE; ++k)
-                    x[k] = pushed(line_of(rank, source, min(begin + k * stride, count - 1)));
-#pragma unroll
-                for (int k = 0; k < AT_ONCE; ++k) pending = pending || (part == FLAG && x[k].w != call);
-                pending = __any_sync(FULL, pending) && __all_sync(FULL, waiting.goes_on(source));
-            }
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
-                const float4 y = source == rank ? own[k]
-                                                : make_float4(
-                                                      __uint_as_float(x[k].x), __uint_as_float(x[k].y),
-                                                      __uint_as_float(x[k].z), __uint_as_float(x[k].w));
-                sum[k] = source == 0 ? y : add4(sum[k], y);
-            }
-        }
+        sum_lines(own, sum, begin, stride, count, call, rank, ranks, waiting, line_of);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             const int line = begin + k * stride, i = line * FLAG + part;
@@ -255,7 +271,7 @@ __global__ void __launch_bounds__(NORM_THREADS) all_reduce_norm(
     const unsigned long long* bases, unsigned* calls, int* failure, int rank, int ranks, int parity, long long lines,
     long long capacity, unsigned long long patience, const float* norm_weight, const float* norm_bias, float eps,
     int8* codes, float* scales, long long codes_pitch, int rotation, float rotation_scale) {
-    constexpr int PARTS = 8, FLAG = PARTS - 1, AT_ONCE = 5, STRIDE = NORM_THREADS / PARTS;
+    constexpr int AT_ONCE = 5, STRIDE = NORM_THREADS / PARTS;
     __shared__ RowScratch<NORM_THREADS, VECTORS> scratch;
     __shared__ float4 sums[2 * NORM_THREADS * VECTORS];
     launch_dependent_grids();
@@ -277,15 +293,7 @@ __global__ void __launch_bounds__(NORM_THREADS) all_reduce_norm(
             x[n] = make_uint4(call, call, call, call);
             if (has_values(line)) x[n] = reinterpret_cast<const uint4*>(partial)[line * FLAG + part];
         }
-        for (int peer = 0; peer < ranks; ++peer) {
-            if (peer == rank) continue;
-#pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n) {
-                const int line = begin + n * STRIDE;
-                __syncwarp();  // a line's threads store together
-                if (line < count) push(line_of(peer, rank, line), x[n]);
-            }
-        }
+        push_lines(x, begin, STRIDE, count, rank, ranks, line_of);
     }
     Patience waiting = {calls, failure, patience};
     for (int begin = first; begin - ahead < count; begin += AT_ONCE * STRIDE) {
@@ -297,28 +305,7 @@ __global__ void __launch_bounds__(NORM_THREADS) all_reduce_norm(
             own[n] = reinterpret_cast<const float4*>(partial)[i];
             before[n] = reinterpret_cast<const float4*>(residual)[i];
         }
-        for (int source = 0; source < ranks; ++source) {
-            uint4 x[AT_ONCE];
-            bool pending = source != rank;
-            while (pending) {
-                pending = false;
-                __syncwarp();  // a line's threads load together
-#pragma unroll
-                for (int n = 0; n < AT_ONCE; ++n)
-                    x[n] = pushed(line_of(rank, source, min(begin + n * STRIDE, count - 1)));
-#pragma unroll
-                for (int n = 0; n < AT_ONCE; ++n) pending = pending || (part == FLAG && x[n].w != call);
-                pending = __any_sync(FULL, pending) && __all_sync(FULL, waiting.goes_on(source));
-            }
-#pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n) {
-                const float4 y = source == rank ? own[n]
-                                                : make_float4(
-                                                      __uint_as_float(x[n].x), __uint_as_float(x[n].y),
-                                                      __uint_as_float(x[n].z), __uint_as_float(x[n].w));
-                sum[n] = source == 0 ? y : add4(sum[n], y);
-            }
-        }
+        sum_lines(own, sum, begin, STRIDE, count, call, rank, ranks, waiting, line_of);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
             const int line = begin + n * STRIDE, i = line * FLAG + part;
