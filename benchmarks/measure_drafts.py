@@ -179,11 +179,8 @@ def draft_model_of(shape: str, found: BenchModel, positions: int) -> DraftedNetw
     return DraftedNetwork(network, network.config.num_layers, second)
 
 
-def timed(model: Model, prompts: list[list[int]], new: int, **options: Any) -> Timed:
-    """The tokens behind the first quarter, after runs that load and capture what they need.
-
-    Times are those after which the engine has recorded a step, so that the beginning and the end do not count.
-    """
+def record_steps(model: Model) -> tuple[list[tuple[float, int]], dict[Request, None]]:
+    """Lists that grow with each step: when it ended, with the tokens of all requests until then, and these requests."""
     engine, marks, seen = model._engine, list[tuple[float, int]](), dict[Request, None]()
 
     def mark() -> None:
@@ -192,6 +189,15 @@ def timed(model: Model, prompts: list[list[int]], new: int, **options: Any) -> T
             marks.append((time.perf_counter(), sum(len(request.output_tokens) for request in seen)))
 
     engine._after_steps[:] = [mark]
+    return marks, seen
+
+
+def timed(model: Model, prompts: list[list[int]], new: int, **options: Any) -> Timed:
+    """The tokens behind the first quarter, after runs that load and capture what they need.
+
+    Times are those after which the engine has recorded a step, so that the beginning and the end do not count.
+    """
+    marks, seen = record_steps(model)
     for _ in range(3):
         marks.clear()
         seen.clear()
@@ -413,14 +419,7 @@ def write_all(
 
 def decode(model: Model, prompt: list[int], new: int, heat: float, seed: int) -> tuple[list[int], float]:
     """What the model writes behind a prompt, and the seconds between the steps that give the first and last token."""
-    engine, marks, seen = model._engine, list[tuple[float, int]](), dict[Request, None]()
-
-    def mark() -> None:
-        if engine._scheduler is not None:
-            seen.update(dict.fromkeys(engine._scheduler.running))
-            marks.append((time.perf_counter(), sum(len(request.output_tokens) for request in seen)))
-
-    engine._after_steps[:] = [mark]
+    marks, _ = record_steps(model)
     tokens = model.generate(prompt, max_new_tokens=new, temperature=heat, seed=seed).token_ids
     first = next(when for when, count in marks if count)
     last = next(when for when, count in marks if count == marks[-1][1])
