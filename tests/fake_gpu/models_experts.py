@@ -47,7 +47,7 @@ from .models_rows import norm_of, rounded, up
 
 F32, F16 = np.float32, np.float16
 Added = Callable[[Call, np.ndarray, int], np.ndarray]
-"""What adapters add to so many products of each pair with these experts."""
+"""What adapters add to the products of each pair with these experts: one of them, or a gate and a value."""
 
 
 # -- the router --------------------------------------------------------------------------------------------------------
