@@ -1,0 +1,247 @@
+"""Measure replicas behind one server, and a batch beside its engine, on a checkpoint with random weights.
+
+    python benchmarks/measure_replicas.py [--shape llama-3-8b] --folder /dev/shm/measure [--replicas 1,2] [--runs 3]
+    python benchmarks/measure_replicas.py --shape llama-tiny --folder OUT --device cpu --requests 64 --tokens 16
+
+``served``: ``bminf-lite serve --replicas N`` for each N of ``--replicas`` in turn. All requests are sent at once by
+processes of their own, each over its own connection. Prompts are random token ids, with another salt in each run, so
+that none is in the cache; a shorter run comes before those that count. ``batch``: the rows of a file of the same
+prompts, answered by what ``bminf-lite batch`` runs, beside the same requests given to the same loaded model at once, as
+``bench --offline`` does, each ``--runs`` times in turn. The time of a batch is that from the loaded model to the last
+row's answer.
+
+Each run prints a line of JSON with the tokens per second of all requests, and each part the ratio of medians. The
+folder is removed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import uvloop
+from http_load import Exchange, completion_request, connect, run
+from measure_loading import make_checkpoint
+from measure_server import write_tokenizer
+
+from bminf_lite.api import Model
+from bminf_lite.batch.job import BatchJob, LoadOptions
+from bminf_lite.batch.local import plan_input, run_local
+from bminf_lite.batch.rows import usage_of
+from bminf_lite.batch.storage import LocalStorage
+from bminf_lite.bench.model import read_shape
+from bminf_lite.bench.serving import Load, run_load
+from bminf_lite.bench.serving import warm_up as warm_up_load
+
+NAME = "random"
+SERVE = "import sys; from bminf_lite.cli import main; main(sys.argv[1:])"
+READY_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Requests:
+    """``count`` requests of ``inputs`` prompt tokens, which are random ids, and ``outputs`` new tokens."""
+
+    count: int
+    inputs: int
+    outputs: int
+    vocab_size: int
+
+    def bodies(self, salt: str | None = None) -> list[dict[str, Any]]:
+        ids = np.random.default_rng(0).integers(0, self.vocab_size, (self.count, self.inputs)).tolist()
+        salted = {} if salt is None else {"cache_salt": salt}
+        fixed = {"max_tokens": self.outputs, "ignore_eos": True, "temperature": 0.0} | salted
+        return [{"prompt": prompt} | fixed for prompt in ids]
+
+
+def say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+# -- replicas behind a server -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(folder: Path, replicas: int, options: argparse.Namespace) -> Iterator[int]:
+    """A server whose replicas are all ready; its port."""
+    arguments = ["serve", str(folder), "--port", "0", "--served-model-name", NAME, "--replicas", str(replicas)]
+    arguments += ["--device", options.device, "--kv-cache", options.kv_cache, "--max-queue", str(1 << 16)]
+    arguments += ["--limit", f"connections={1 << 16}", "--limit", f"requests={1 << 16}"]
+    server = subprocess.Popen([sys.executable, "-c", SERVE, *arguments], stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    lines: list[str] = []
+    try:
+        port, ready = 0, 0
+        for line in server.stderr:
+            lines.append(line)
+            ready += bool(re.search(r"replica \d+ is ready", line))
+            if found := re.search(r" is served at http://[^ ]*:(\d+)", line):
+                port = int(found[1])
+            if port and ready >= (replicas if replicas > 1 else 0):
+                break
+        else:
+            raise RuntimeError(f"the server has ended: {''.join(lines)}")
+        threading.Thread(target=server.stderr.read, daemon=True).start()  # so that it can go on writing
+        deadline = time.monotonic() + READY_SECONDS
+        while not is_ready(port):
+            if time.monotonic() > deadline or server.poll() is not None:
+                raise RuntimeError(f"the server is not ready: {''.join(lines)}")
+            time.sleep(0.1)
+        yield port
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def send_share(port: int, bodies: Sequence[dict[str, Any]], parent: Connection) -> None:
+    """Connect for each body, say so, and send them all at the parent's word. The answer: tokens and the last end."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+    async def exchange() -> list[Exchange]:
+        exchanges = await connect(port, [completion_request(port, {"model": NAME, **body}) for body in bodies])
+        parent.send("connected")
+        parent.recv()
+        await run(exchanges)
+        return exchanges
+
+    found = uvloop.run(exchange())
+    parent.send((sum(e.num_tokens for e in found), min(e.started for e in found), max(e.ended for e in found)))
+
+
+def tokens_per_second(port: int, requests: Requests, clients: int, salt: str) -> float:
+    """Those of all requests, sent at once over HTTP by some processes."""
+    spawned = multiprocessing.get_context("spawn")
+    bodies, pairs = requests.bodies(salt), [spawned.Pipe() for _ in range(clients)]
+    processes = [
+        spawned.Process(target=send_share, args=(port, bodies[share::clients], own))
+        for share, (_, own) in enumerate(pairs)
+    ]
+    for process in processes:
+        process.start()
+    for ours, _ in pairs:
+        ours.recv()
+    for ours, _ in pairs:
+        ours.send("go")
+    tokens, started, ended = zip(*(ours.recv() for ours, _ in pairs), strict=True)
+    for process in processes:
+        process.join()
+    return float(sum(tokens) / (max(ended) - min(started)))
+
+
+def measure_served(folder: Path, requests: Requests, options: argparse.Namespace) -> None:
+    medians: dict[int, float] = {}
+    short = replace(requests, count=min(requests.count, 512), outputs=min(requests.outputs, 4))
+    for replicas in map(int, options.replicas.split(",")):
+        rates = []
+        with serving(folder, replicas, options) as port:
+            tokens_per_second(port, short, options.clients, f"{replicas}")
+            for number in range(options.runs):
+                rates.append(tokens_per_second(port, requests, options.clients, f"{replicas}-{number}"))
+                say(part="served", replicas=replicas, tokens_per_second=round(rates[-1], 1))
+        medians[replicas] = median(rates)
+    first, *others = medians
+    for other in others:
+        say(part="served", replicas=other, over=first, ratio=round(medians[other] / medians[first], 4))
+
+
+# -- a batch beside its engine ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TimedJob(BatchJob):
+    """A batch whose model is there already, and stays."""
+
+    loaded: Model | None = None
+
+    def open_model(self) -> Model:
+        assert self.loaded is not None
+        return self.loaded
+
+
+def measure_batch(folder: Path, requests: Requests, options: argparse.Namespace) -> None:
+    load = Load(requests.count, requests.inputs, requests.outputs)
+    rates: dict[str, list[float]] = {"offline": [], "batch": []}
+    for number in range(options.runs):
+        job = BatchJob(str(folder), LoadOptions(options.device, kv_cache=options.kv_cache))
+        with job.open_model() as model:
+            warm_up_load(model, load)
+            seconds = run_load(model, load).seconds
+            rates["offline"].append(load.requests * load.output_tokens / seconds)
+            rows = folder.parent / "rows.jsonl"
+            rows.write_text("".join(json.dumps(body) + "\n" for body in requests.bodies(f"batch-{number}")))
+            plan, timed = plan_input(LocalStorage(), str(rows), TimedJob(job.model, job.load, loaded=model))
+            ended, tokens = 0.0, 0
+
+            def told(result: Any) -> None:
+                nonlocal ended, tokens
+                ended, tokens = time.perf_counter(), tokens + usage_of(result)[1]
+
+            started = time.perf_counter()
+            counts = run_local(timed, plan, folder.parent / f"answers-{number}.jsonl", told)
+            rates["batch"].append(tokens / (ended - started))
+        say(part="batch", **{kind: round(own[-1], 1) for kind, own in rates.items()}, errors=counts.errors)
+    say(part="batch", ratio=round(median(rates["batch"]) / median(rates["offline"]), 4))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3-8b", help="a name as in bench --shape")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kv-cache", default="fp16")
+    parser.add_argument("--parts", default="served,batch")
+    parser.add_argument("--replicas", default="1,2", help="how many, or several numbers, which are served in turn")
+    parser.add_argument("--requests", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=128, help="of a prompt, and as many new ones")
+    parser.add_argument("--clients", type=int, default=4, help="processes that send requests")
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args(arguments)
+    config = read_shape(options.shape)
+    requests = Requests(options.requests, options.tokens, options.tokens, config["vocab_size"])
+    checkpoint = options.folder / NAME
+    os.makedirs(options.folder)
+    try:
+        make_checkpoint(checkpoint, options.shape)
+        write_tokenizer(checkpoint, config["vocab_size"])
+        parts = options.parts.split(",")
+        if "served" in parts:
+            measure_served(checkpoint, requests, options)
+        if "batch" in parts:
+            measure_batch(checkpoint, requests, options)
+    finally:
+        shutil.rmtree(options.folder)
+
+
+if __name__ == "__main__":
+    main()
