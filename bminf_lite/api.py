@@ -207,12 +207,12 @@ class Model:
         def text_network() -> TextVectors:
             return TextVectors.of_decoder(networks[0]) if engine_config.generates else networks[0]
 
-        max_tokens, max_texts = engine_config.max_num_batched_tokens, MAX_TEXTS
+        sizes = engine_config.max_num_batched_tokens, MAX_TEXTS, engine_config.max_captured_text_tokens
         self._engine = engine = Engine(
             engine_config,
             lambda blocks: ModelRunner(networks, engine_config, blocks),
             ops.make_current,
-            make_pooling=None if pooling is None else lambda: PoolingQueue(text_network(), max_tokens, max_texts),
+            make_pooling=None if pooling is None else lambda: PoolingQueue(text_network(), *sizes),
         )
         if adapters is not None:
             adapters.between_steps = engine.call

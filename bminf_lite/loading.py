@@ -25,6 +25,7 @@ from .memory.planner import MemoryPlan, MemoryRequirements
 from .models import DecoderConfig
 from .models.spec import Role, Spec
 from .placement import (
+    captured_text_tokens,
     checkpoint_requirements,
     chosen_drafts,
     draft_requirements,
@@ -32,6 +33,7 @@ from .placement import (
     make_engine_config,
     open_draft,
     plan_placement,
+    with_captured_texts,
     with_draft,
     with_draft_model,
     with_long_texts,
@@ -192,6 +194,8 @@ class _Loading:
         if self.draft is not None:
             other = draft_requirements(self.draft, options.kv_cache, num_drafts, gpus)
             return with_draft_model(own, other, self.config, self.cache_layout.with_drafts(num_drafts).shard(gpus))
+        if self.settings is not None and self.config.generates:
+            own = with_captured_texts(own, self.opened.spec, self.config)
         if self.settings is not None and self.config.reads_pieces:
             return with_long_texts(own, self.config)
         return own
@@ -212,6 +216,7 @@ class _Loading:
             num_draft_tokens=self.num_draft_tokens,
             speculative=self.drafts or EngineConfig.speculative,
             num_adapter_slots=0 if self.adapters is None else options.max_adapters,
+            max_captured_text_tokens=captured_text_tokens(self.opened.spec, self.config.num_layers),
         )
         if self.draft is None or not self.has_draft_model:
             return made

@@ -56,6 +56,9 @@ LOGIT_BYTES = 16
 writes about as many."""
 CPU_CACHE = 4 << 30
 """Bytes that a CPU is assumed to have free where the system does not say."""
+LAYER_PRODUCTS = 2 * 10**11
+"""Products of two numbers, about, that a GPU computes while the host launches the kernels of a layer."""
+MOST_CAPTURED_TEXT_TOKENS = 4096
 
 SchemeOf = Callable[[str], Scheme]
 
@@ -301,6 +304,20 @@ def with_draft_model(
     )
 
 
+def captured_text_tokens(spec: Spec, num_layers: int) -> int:
+    """The most tokens of a batch of texts that is captured.
+
+    With more tokens the device computes a layer for longer than the host launches its kernels.
+    """
+    weights = sum(math.prod(p.shape) for p in spec.parameters.values() if p.role is Role.LINEAR)
+    return min(max(LAYER_PRODUCTS * num_layers // max(weights, 1), CAPTURED_TOKENS), MOST_CAPTURED_TEXT_TOKENS)
+
+
+def with_captured_texts(needed: MemoryRequirements, spec: Spec, config: ModelConfig) -> MemoryRequirements:
+    """What a model needs that also makes vectors of texts, batches of which it captures beside its steps."""
+    return replace(needed, captured_tokens=needed.captured_tokens + captured_text_tokens(spec, config.num_layers))
+
+
 def with_long_texts(needed: MemoryRequirements, config: ModelConfig) -> MemoryRequirements:
     """What a model needs that makes vectors of texts which it computes in pieces.
 
@@ -457,7 +474,10 @@ def requirements(
         adapters=meta.adapter_bytes,
         captured_tokens=CAPTURED_TOKENS if tp_size == 1 else CHUNK,
     )
-    return with_long_texts(needed, config) if not config.generates and config.reads_pieces else needed
+    if config.generates:
+        return needed
+    needed = replace(needed, captured_tokens=captured_text_tokens(model.spec, config.num_layers))
+    return with_long_texts(needed, config) if config.reads_pieces else needed
 
 
 def _decode_work(

@@ -33,6 +33,8 @@ class HostDevice:
     """The same for steps that process prompts: decoding sequences and prompt tokens. Larger steps are not captured."""
     source_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, to which the sources that an encoder reads are padded."""
+    text_sizes: tuple[int, ...] = ()
+    """The same of whole texts that become vectors. Larger batches are not captured."""
 
     max_text_tokens = 1024
     """Tokens of a batch of texts up to which the device gains by more of them. Ctrl-C waits for two batches at most."""
@@ -91,6 +93,10 @@ class HostDevice:
 
     def complete(self, x: Array) -> Array:
         """``x`` as an array that other libraries may read, with deferred values computed. Waits for the device."""
+        return x
+
+    def computed(self, x: Array) -> Array:
+        """``x`` as an array, with deferred values computed, without waiting for the device."""
         return x
 
     def fetch(self, x: Array) -> Callable[[], np.ndarray]:

@@ -29,6 +29,7 @@ class EngineConfig:
     - ``max_queue``: requests that may wait.
     - ``prefix_cache``: whether blocks of earlier prompts are reused.
     - ``generates``: the model has logits of a next token. Others make vectors of whole texts alone.
+    - ``max_captured_text_tokens``: tokens of the largest captured batch of texts that become vectors.
     - ``num_layers``: those of the model that decode, for messages.
     - ``is_encoder_decoder``: the model has an encoder, which reads sources of up to ``max_source_length`` tokens. Its
       decoder starts with ``decoder_start_token_ids``.
@@ -54,3 +55,4 @@ class EngineConfig:
     decoder_start_token_ids: tuple[int, ...] = ()
     generates: bool = True
     num_layers: int = 0
+    max_captured_text_tokens: int = 512

@@ -230,6 +230,8 @@ class Engine:
         """
         if self.config.generates:
             self.call(lambda: self._ready()[1].warm_up())
+        if self._make_pooling is not None:
+            self.call(lambda: self._ready_for_texts().warm_up())
 
     def stats(self) -> EngineStats:
         """A snapshot, which does not wait for the engine."""
@@ -343,6 +345,8 @@ class Engine:
         self._fail(closed_error())
         try:
             self._end_step()
+            if self._pooling is not None:
+                self._pooling.close()
             if self._runner is not None:
                 self._runner.close()
         finally:
@@ -423,13 +427,17 @@ class Engine:
     def _add_texts(self, request: PoolingRequest) -> None:
         try:
             self._start()
-            if self._pooling is None:
-                assert self._make_pooling is not None
-                self._pooling = self._make_pooling()
-            self._pooling.add(request)
+            self._ready_for_texts().add(request)
         except BaseException as error:
             request.error = error
             request.on_update(request)
+
+    def _ready_for_texts(self) -> PoolingQueue:
+        """The queue of texts, which is made when it is first needed."""
+        if self._pooling is None:
+            assert self._make_pooling is not None
+            self._pooling = self._make_pooling()
+        return self._pooling
 
     def _advance_texts(self) -> None:
         """Compute a batch of texts, if some wait."""

@@ -10,45 +10,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
-from ..backend.base import Backend
 from ..backend.operations.rows import pooled
 from ..backend.values import Array, ForwardBatch, Pooling
 from ..errors import OutOfMemory
+from .captured_texts import CapturedTexts, TextNetwork
 
 FEWEST_TOKENS = 32
 """A piece of a text has no fewer tokens, however short memory is."""
 SUCCESSES = 8
 """Batches that must fit after one that did not, before larger ones are tried; twice as many after each failure."""
 MOST_SUCCESSES = 1024
-
-
-class TextNetwork(Protocol):
-    """A model that makes vectors of the tokens of whole texts.
-
-    ``reads_pieces``: :meth:`pieces` may compute a text. ``parts_at_once`` of its parts are about the work of a batch.
-    """
-
-    ops: Backend
-    reads_pieces: bool
-
-    @property
-    def parts_at_once(self) -> int: ...
-
-    def __call__(self, batch: ForwardBatch) -> Array:
-        """The vectors of all tokens, fp32 ``[T, features]``; ``batch`` has the block tables of :meth:`tables`."""
-        ...
-
-    def tables(self, lengths: Sequence[int]) -> list[np.ndarray]:
-        """The block tables of a step of texts of these lengths."""
-        ...
-
-    def pieces(self, tokens: np.ndarray, size: int) -> Generator[None, None, list[Array]]:
-        """The vectors of one text's tokens, of pieces of ``size`` tokens. It yields behind each part of the work."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -109,10 +83,11 @@ class PoolingQueue:
     """The texts that wait, and the batches that the device computes. ``max_tokens`` bounds the tokens of a batch.
 
     One text may have more tokens than that. A batch for which there is no memory is halved, and so is the bound until
-    enough batches have fit; then it doubles, up to ``most_tokens``.
+    enough batches have fit; then it doubles, up to ``most_tokens``. Batches of up to ``captured_tokens`` tokens are
+    captured, if the backend has sizes for them.
     """
 
-    def __init__(self, network: TextNetwork, max_tokens: int, max_texts: int):
+    def __init__(self, network: TextNetwork, max_tokens: int, max_texts: int, captured_tokens: int = 0):
         self.network = network
         self.ops = network.ops
         self.max_tokens = self.most_tokens = max_tokens
@@ -120,6 +95,7 @@ class PoolingQueue:
         self.num_batches = 0
         self.num_texts = 0
         self.num_tokens = 0
+        self._captured = CapturedTexts(network, min(captured_tokens, max_tokens))
         self._waiting: deque[PoolingPair] = deque()
         self._in_flight: deque[PoolingBatch] = deque()
         self._long: LongText | None = None
@@ -161,7 +137,16 @@ class PoolingQueue:
         self._long = None
         self._waiting.clear()
         self._in_flight.clear()
+        self._captured.close()
         _end_all(texts, error)
+
+    def warm_up(self) -> None:
+        """Capture the batches of few tokens. Raises ``OutOfMemory``."""
+        self._captured.warm_up()
+
+    def close(self) -> None:
+        """Give the memory of captured batches back."""
+        self._captured.close()
 
     def _next_texts(self) -> tuple[PoolingPair, ...]:
         """The next texts that fit into a batch; those of requests that have ended are dropped."""
@@ -268,21 +253,33 @@ class PoolingQueue:
         self._successes = min(2 * self._successes, MOST_SUCCESSES)
 
     def _compute(self, texts: Sequence[PoolingText], poolings: tuple[Pooling, ...]) -> list[Callable[[], np.ndarray]]:
-        ops = self.ops
+        """Start to compute texts: functions that return the rows of each pooling, or without any those of all tokens."""
+        ops, types = self.ops, None
         tokens = [np.asarray(text.token_ids, np.int32) for text in texts]
-        tables = self.network.tables([len(own) for own in tokens])
-        batch = ForwardBatch.packed(ops.upload, tokens, block_tables=tables)
         if any(text.token_types is not None for text in texts):
-            types = [np.asarray(t.token_types or [0] * len(t.token_ids), np.int32) for t in texts]
-            batch = replace(batch, token_types=ops.upload(np.concatenate(types)))
-        skipped = None
-        if any(text.num_skipped for text in texts):
-            skipped = ops.upload(np.array([text.num_skipped for text in texts], np.int32))
+            types = np.concatenate([np.asarray(t.token_types or [0] * len(t.token_ids), np.int32) for t in texts])
+        captured = self._captured.run(tokens, types) if poolings else None  # which another batch may overwrite
+        if captured is not None:
+            batch, vectors = captured
+            with ops.step(batch):
+                return self._pooled(vectors, batch, texts, poolings)
+        batch = ForwardBatch.packed(ops.upload, tokens, block_tables=self.network.tables([len(own) for own in tokens]))
+        if types is not None:
+            batch = replace(batch, token_types=ops.upload(types))
         with ops.step(batch):
             vectors = self.network(batch)
-            if not poolings:
-                return [ops.fetch(vectors)]
-            return [ops.fetch(ops.pool(vectors, batch, pooling, skipped)) for pooling in poolings]
+            return self._pooled(vectors, batch, texts, poolings) if poolings else [ops.fetch(vectors)]
+
+    def _pooled(
+        self, vectors: Array, batch: ForwardBatch, texts: Sequence[PoolingText], poolings: tuple[Pooling, ...]
+    ) -> list[Callable[[], np.ndarray]]:
+        """Start to pool the ``vectors`` of a batch, in which padding may follow the ``texts``."""
+        ops, skipped = self.ops, None
+        if any(text.num_skipped for text in texts):
+            counts = np.zeros(batch.batch_size, np.int32)
+            counts[: len(texts)] = [text.num_skipped for text in texts]
+            skipped = ops.upload(counts)
+        return [ops.fetch(ops.pool(vectors, batch, pooling, skipped)[: len(texts)]) for pooling in poolings]
 
     def _hand_over(self, batch: PoolingBatch) -> None:
         if not batch.texts:

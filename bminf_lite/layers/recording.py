@@ -92,6 +92,7 @@ class _HookedBackend:
 
     decode_sizes: tuple[int, ...] = ()
     mixed_sizes: tuple[tuple[int, int], ...] = ()
+    text_sizes: tuple[int, ...] = ()
 
     def __init__(
         self,

@@ -76,7 +76,8 @@ class MemoryRequirements:
     - ``cache``: the groups of layers of the key-value cache;
     - ``scratch_per_token``: activations of a token of a prompt's chunk;
     - ``scratch_per_sequence``: logits of a sequence of the batch;
-    - ``captured_tokens``: tokens of the largest step with prompts that is captured, if a chunk has as many;
+    - ``captured_tokens``: tokens of the largest step with prompts that is captured, and of the largest such batch of
+      texts that become vectors, if a chunk has as many;
     - ``text_bytes_per_token``: what a token of the longest text that becomes a vector keeps while the text is computed
       in pieces; 0 if there are no such texts.
 

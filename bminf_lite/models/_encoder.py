@@ -164,6 +164,15 @@ class EncoderBuilder(LayerBuilder[EncoderConfig]):
         return None if self.config.classifier is None else self.config.classifier.build(self.weights)
 
 
+class TextCaches(dict[tuple[Layout, ...], KVCache]):
+    """What layers keep while texts are computed, by their layouts."""
+
+    def close(self) -> None:
+        """Free the memory now."""
+        for cache in self.values():
+            cache.close()
+
+
 class TextVectors:
     """Texts in, a vector of each token out. ``layouts`` has what each of ``blocks`` keeps or reads, if anything.
 
@@ -205,30 +214,42 @@ class TextVectors:
         blocks = np.where(places < counts[:, None], firsts[:, None] + places, NULL_BLOCK)
         return [blocks.astype(np.int32), np.arange(1, 1 + len(counts), dtype=np.int32)[:, None]]
 
-    def __call__(self, batch: ForwardBatch) -> Array:
+    def caches(self, tokens: int, texts: int) -> TextCaches:
+        """What the layers keep of a step of up to ``tokens`` tokens of up to ``texts`` texts.
+
+        Layers that keep the same share the memory, for no layer reads what the one before it has kept, unless that is
+        the last one which keeps the same.
+        """
+        caches = TextCaches()
+        try:
+            for layouts in dict.fromkeys(layouts for layouts in self.layouts if layouts):
+                layout = CacheLayout(layouts)
+                sizes = [1 + texts + (0 if kept.per_sequence else tokens // BLOCK_SIZE) for kept in layout.groups]
+                caches[layouts] = KVCache(self.ops, layout, sizes)
+        except BaseException:
+            caches.close()
+            raise
+        return caches
+
+    def __call__(self, batch: ForwardBatch, caches: TextCaches | None = None) -> Array:
         """The vectors of the tokens of whole texts, packed: fp32 ``[T, features]``. Call it in a step of the batch.
 
-        ``batch`` has the block tables of :meth:`tables`. Layers that keep the same share the memory, for no layer reads
-        what the one before it has kept, unless that is the last one which keeps the same.
+        ``batch`` has the block tables of :meth:`tables`. ``caches`` are those of :meth:`caches`; None for new ones.
         """
+        if caches is None:
+            with closing(self.caches(int(batch.tokens.shape[0]), batch.batch_size)) as made:
+                return self(batch, made)
         residual = self.embed(batch)
         batch = self.embed.with_layer_inputs(residual, batch)
-        with ExitStack() as caches:
-            made: dict[tuple[Layout, ...], KVCache] = {}
-            tokens, count = int(batch.tokens.shape[0]), batch.batch_size
-            for block, layouts in zip(self.blocks, self.layouts, strict=True):
-                if not layouts:
-                    residual = block(residual, None, batch)
-                    continue
-                if layouts not in made:
-                    layout = CacheLayout(layouts)
-                    sizes = [1 + count + (0 if kept.per_sequence else tokens // BLOCK_SIZE) for kept in layout.groups]
-                    made[layouts] = caches.enter_context(closing(KVCache(self.ops, layout, sizes)))
-                cache = made[layouts]
-                tables = tuple(batch.block_tables[kept.per_sequence] for kept in cache.layout.groups)
-                (own,) = caches_of_layers([layouts], cache)
-                residual = block(residual, own, replace(batch, block_tables=tables))
-            return self._normed(residual)
+        for block, layouts in zip(self.blocks, self.layouts, strict=True):
+            if not layouts:
+                residual = block(residual, None, batch)
+                continue
+            cache = caches[layouts]
+            tables = tuple(batch.block_tables[kept.per_sequence] for kept in cache.layout.groups)
+            (own,) = caches_of_layers([layouts], cache)
+            residual = block(residual, own, replace(batch, block_tables=tables))
+        return self._normed(residual)
 
     def pieces(self, tokens: np.ndarray, size: int) -> Generator[None, None, list[Array]]:
         """The vectors of one text's tokens, int32 ``[n]``: fp32 ``[size, features]`` of each piece, the last one less.

@@ -33,7 +33,10 @@ class StubNetwork:
     def tables(self, lengths: Sequence[int]) -> list[np.ndarray]:
         return []
 
-    def __call__(self, batch: ForwardBatch) -> Any:
+    def caches(self, tokens: int, texts: int) -> Any:
+        raise AssertionError("nothing is captured")
+
+    def __call__(self, batch: ForwardBatch, caches: Any = None) -> Any:
         if self.error is not None:
             raise self.error
         if len(batch.tokens) > self.room:

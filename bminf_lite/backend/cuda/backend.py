@@ -39,6 +39,9 @@ MIXED_SIZES = tuple(
 SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 """Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
 
+TEXT_SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""The same of texts that become vectors: of small models, the host bounds batches of more tokens."""
+
 
 class CudaBackend(
     CudaWeightOperations,
@@ -55,6 +58,7 @@ class CudaBackend(
     decode_sizes = DECODE_SIZES
     mixed_sizes = MIXED_SIZES
     source_sizes = SOURCE_SIZES
+    text_sizes = TEXT_SIZES
     max_text_tokens = 1 << 16
     max_steps_in_flight = 1
     has_one_order = True
