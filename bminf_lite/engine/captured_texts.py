@@ -1,4 +1,4 @@
-"""Batches of few tokens of whole texts, padded to captured sizes, because the host launches them longer than they run."""
+"""Batches of few tokens of whole texts, padded to captured sizes: the host launches them for longer than they run."""
 
 from __future__ import annotations
 

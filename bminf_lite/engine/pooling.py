@@ -253,7 +253,7 @@ class PoolingQueue:
         self._successes = min(2 * self._successes, MOST_SUCCESSES)
 
     def _compute(self, texts: Sequence[PoolingText], poolings: tuple[Pooling, ...]) -> list[Callable[[], np.ndarray]]:
-        """Start to compute texts: functions that return the rows of each pooling, or without any those of all tokens."""
+        """Start to compute texts. The results return the vectors of each pooling, or without any of all tokens."""
         ops, types = self.ops, None
         tokens = [np.asarray(text.token_ids, np.int32) for text in texts]
         if any(text.token_types is not None for text in texts):
