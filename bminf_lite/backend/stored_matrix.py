@@ -21,6 +21,9 @@ class StoredMatrix:
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[memoryview, int], None]
+    whole: StoredMatrix | None = None
+    """The matrix with whole rows whose columns from ``first`` on these are, if they are not all of them."""
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +47,13 @@ class StoredMatrix:
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def columns(self, columns: slice) -> StoredMatrix:
-        """Neighbouring columns of a matrix ``[rows, columns]``. Whole rows are read, because that takes fewer calls."""
+        """Neighbouring columns of a matrix ``[rows, columns]``. Whole rows are read, because that takes fewer calls.
+
+        Who can copy columns of a buffer reads :attr:`whole` instead, which needs no other memory.
+        """
+        if self.whole is not None:
+            first, end, _ = columns.indices(self.shape[1])
+            return self.whole.columns(slice(self.first + first, self.first + max(first, end)))
         first, end, step = columns.indices(self.shape[1])
         assert step == 1 and len(self.shape) == 2
         itemsize, wide, narrow = self.dtype.itemsize, self.shape[1] * self.dtype.itemsize, max(end - first, 0)
@@ -61,7 +70,7 @@ class StoredMatrix:
             else:
                 target[...] = np.ascontiguousarray(own).reshape(-1)[start : start + len(target)]
 
-        return StoredMatrix((self.shape[0], narrow), self.dtype, read)
+        return StoredMatrix((self.shape[0], narrow), self.dtype, read, self, first)
 
     def __getitem__(self, index: Any) -> StoredMatrix | np.ndarray:
         if isinstance(index, tuple) and len(index) == len(self.shape) == 2 and all(isinstance(x, slice) for x in index):
@@ -73,6 +82,10 @@ class StoredMatrix:
         if not isinstance(index, slice) or index.step not in (None, 1):
             part: np.ndarray = np.asarray(self)[index]
             return part
+        if self.whole is not None:
+            rows = self.whole[index]
+            assert isinstance(rows, StoredMatrix)
+            return rows.columns(slice(self.first, self.first + self.shape[1]))
         first, end, _ = index.indices(self.shape[0])
         before = first * (self.nbytes // max(self.shape[0], 1))
 

@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from bminf_lite.backend.cuda import streamed_weights
-from bminf_lite.backend.cuda.streamed_weights import PinnedBuffers, SlotLink
-from bminf_lite.memory.staging import StagingBuffers
+from bminf_lite.backend.cuda.streamed_weights import PinnedBuffers, PinnedCopies, SlotLink
+from bminf_lite.memory.staging import StagingBuffers, Uploader
 from bminf_lite.memory.streaming import StreamedBlocks
 
 
@@ -110,8 +110,9 @@ def test_every_layer_computes_with_its_own_weights(slots: int) -> None:
 def test_staged_bytes_arrive_in_order_with_other_work() -> None:
     """A buffer is filled again only after the copy from it, however late that runs."""
     stream = Stream()
-    uploads = PinnedBuffers(0, stream, 2, 64)  # type: ignore[arg-type]
-    stage = StagingBuffers(uploads, uploads.buffers, 2)
+    pinned = PinnedBuffers(2, 64)
+    stage = StagingBuffers(pinned.buffers, 2)
+    uploader = Uploader(stage, PinnedCopies(pinned, 0, stream))  # type: ignore[arg-type]
     source = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)
     target = np.zeros(1000, np.uint8)
     stream.put(lambda: target.fill(7))  # as padding is zeroed before
@@ -119,7 +120,7 @@ def test_staged_bytes_arrive_in_order_with_other_work() -> None:
     def read(buffer: memoryview, offset: int) -> None:
         buffer[:] = source[offset : offset + len(buffer)].data
 
-    stage.upload(read, 1000, target.ctypes.data)
-    stage.finish()
+    uploader.upload(read, 1000, target.ctypes.data)
+    uploader.finish()
     stage.close()
     np.testing.assert_array_equal(target, source)

@@ -30,6 +30,8 @@ from .deferred import QuantizedActivations, RankSum, ResidualStream
 from .divided_rows import DividedRows
 from .fused import FusedGemms
 from .kernels import Kernels
+from .streamed_weights import FileStaging
+from .weight_loader import Loader
 
 PATIENCE, FIRST_PATIENCE = 10 * 10**9, 120 * 10**9
 """Nanoseconds after which a kernel gives a peer up: in a captured step, and in one whose kernels a peer may compile."""
@@ -59,6 +61,7 @@ class PeerDevice(Protocol):
     fused: FusedGemms
     stream: cp.cuda.Stream
     copies: cp.cuda.Stream
+    loader: Loader
     communicator: Communicator
 
 
@@ -182,6 +185,8 @@ class PeerGroup:
     def abort(self) -> None:
         """Let no thread and no kernel wait for a peer any more."""
         self._aborted = True
+        for ops in self.backends:
+            ops.loader.abort()
         for ops, rank in zip(self.backends, self.ranks, strict=True):
             # A GPU that has failed waits for none, and the others must hear of it.
             with suppress(cp.cuda.runtime.CUDARuntimeError), cp.cuda.Device(ops.device.index):
@@ -191,6 +196,7 @@ class PeerGroup:
         """Begin anew. No rank may be at work."""
         self._met, self._votes, self._aborted = [0] * len(self.backends), [True] * len(self.backends), False
         for ops in self.backends:
+            ops.loader.reset()
             with cp.cuda.Device(ops.device.index):
                 ops.stream.synchronize()
         for memory in self.failures:
@@ -366,8 +372,10 @@ class PeerRank:
 
 def connect(backends: Sequence[PeerDevice], most: int, through_host: bool = False) -> None:
     """Make GPUs the ranks of one model; see :class:`PeerGroup`. Raises ``OutOfMemory``."""
+    file_staging = FileStaging(len(backends))
     for ops, rank in zip(backends, PeerGroup(backends, most, through_host).ranks, strict=True):
         ops.communicator = rank
+        ops.loader.file_staging = file_staging
         ops.mixed_sizes = (*ops.mixed_sizes, *LONG_MIXED_SIZES)
 
 

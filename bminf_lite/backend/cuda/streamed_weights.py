@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -161,33 +162,80 @@ class SlotLink:
 
 
 class PinnedBuffers:
-    """Staging buffers in pinned memory, and copies from them on ``stream``.
+    """Staging buffers in pinned memory, from which all GPUs can copy."""
 
-    The :class:`~bminf_lite.memory.staging.Uploads` of a GPU.
-    """
-
-    def __init__(
-        self, device: int, stream: cp.cuda.Stream, count: int = staging.BUFFERS, nbytes: int = staging.BUFFER_BYTES
-    ):
-        self.stream = stream
-        self._device = device
-        self._nbytes = nbytes
+    def __init__(self, count: int, nbytes: int = staging.BUFFER_BYTES):
+        self.count = count
+        self.nbytes = nbytes
         self._memory = HostMemory(count * nbytes)
-        with cp.cuda.Device(device):
-            self._copied = [cp.cuda.Event(disable_timing=True) for _ in range(count)]
 
     @property
     def buffers(self) -> list[memoryview]:
-        return [part.data for part in self._memory.bytes().reshape(-1, self._nbytes)]
+        return [part.data for part in self._memory.bytes().reshape(-1, self.nbytes)]
+
+    def address(self, buffer: int) -> int:
+        return self._memory.address + buffer * self.nbytes
+
+
+class PinnedCopies:
+    """Copies from pinned buffers on ``stream``, the :class:`~bminf_lite.memory.staging.Uploads` of a GPU."""
+
+    def __init__(self, pinned: PinnedBuffers, device: int, stream: cp.cuda.Stream):
+        self.pinned = pinned
+        self.stream = stream
+        self._device = device
+        with cp.cuda.Device(device):
+            self._copied = [cp.cuda.Event(disable_timing=True) for _ in range(pinned.count)]
 
     def copy(self, buffer: int, nbytes: int, address: int) -> None:
-        source = self._memory.address + buffer * self._nbytes
         with cp.cuda.Device(self._device):  # each thread has a current device of its own
-            runtime.memcpyAsync(address, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+            source, kind = self.pinned.address(buffer), runtime.memcpyHostToDevice
+            runtime.memcpyAsync(address, source, nbytes, kind, self.stream.ptr)
+            self._copied[buffer].record(self.stream)
+
+    def copy_columns(self, buffer: int, columns: staging.Columns, rows: int, address: int) -> None:
+        with cp.cuda.Device(self._device):
+            source, kind = self.pinned.address(buffer) + columns.first, runtime.memcpyHostToDevice
+            size = columns.width, rows
+            runtime.memcpy2DAsync(address, columns.width, source, columns.pitch, *size, kind, self.stream.ptr)
             self._copied[buffer].record(self.stream)
 
     def wait(self, buffer: int) -> None:
         self._copied[buffer].synchronize()
+
+
+class FileStaging:
+    """The staging buffers of ``ranks`` GPUs, made when one of them first reads a file."""
+
+    def __init__(self, ranks: int = 1):
+        self.ranks = ranks
+        self._lock = threading.Lock()
+        self._pinned: PinnedBuffers | None = None
+        self._staging: staging.StagingBuffers | None = None
+
+    def uploader(self, device: int, stream: cp.cuda.Stream) -> staging.Uploader:
+        """What reads files for a GPU."""
+        with self._lock:
+            if self._pinned is None or self._staging is None:
+                threads = staging.thread_count(self.ranks)
+                self._pinned = PinnedBuffers(threads * staging.BUFFERS_PER_THREAD)
+                self._staging = staging.StagingBuffers(self._pinned.buffers, threads, self.ranks)
+            return staging.Uploader(self._staging, PinnedCopies(self._pinned, device, stream))
+
+    def abort(self) -> None:
+        """See :meth:`.StagingBuffers.abort`."""
+        if self._staging is not None:
+            self._staging.abort()
+
+    def reset(self) -> None:
+        """See :meth:`.StagingBuffers.reset`."""
+        if self._staging is not None:
+            self._staging.reset()
+
+    def close(self) -> None:
+        """Wait for the threads and the copies of all GPUs."""
+        if self._staging is not None:
+            self._staging.close()
 
 
 def host_table(rows: int, pitch: int, device: int) -> cp.ndarray | None:

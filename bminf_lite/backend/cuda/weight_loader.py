@@ -17,8 +17,9 @@ from ...cuda.kernels.gemm.igemm import Int8Gemm
 from ...cuda.kernels.rowwise.calibration import BF16, KINDS, FloatMatrix
 from ...errors import DeviceError
 from ...memory.arena import Arena
-from ...memory.staging import StagingBuffers
+from ...memory.staging import Columns, Uploader, UploadsStopped
 from ...memory.streaming import StreamedBlocks
+from ..communicator import RankFailed
 from ..quantization import HostWeight, Int8Weight, int8_parts, stack_biases, stack_outliers
 from ..random_matrix import RandomMatrix
 from ..side_products import Adapter
@@ -27,7 +28,7 @@ from ..values import Array, Placement
 from .arrays import Allocator, Arrays
 from .deferred import LowRank, Outliers, Weight
 from .kernels import Kernels
-from .streamed_weights import PinnedBuffers, SlotLink, host_table
+from .streamed_weights import FileStaging, SlotLink, host_table
 
 T = TypeVar("T")
 runtime = cp.cuda.runtime
@@ -50,7 +51,8 @@ class Loader:
         self._matrices: Allocator = arena
         self._links: list[SlotLink] = []
         self._layers = 0
-        self._staging: StagingBuffers | None = None
+        self.file_staging = FileStaging()
+        self._uploader: Uploader | None = None
         self._depth = 0  # of nested ``uploading``
 
     @property
@@ -62,8 +64,17 @@ class Loader:
         """Wait for the queued copies, then free the host's memory."""
         for link in self._links:
             link.close()
-        if self._staging is not None:
-            self._staging.close()
+        self.file_staging.close()
+
+    def abort(self) -> None:
+        """Let no rank wait for this one's uploads; see :meth:`.Communicator.abort`."""
+        self.file_staging.abort()
+
+    def reset(self) -> None:
+        """Begin anew, as all ranks do."""
+        self.file_staging.reset()
+        if self._uploader is not None:
+            self._uploader.reset()
 
     def weight(self, parts: Sequence[HostWeight], biases: Sequence[np.ndarray | None] = ()) -> Weight:
         """See :meth:`Backend.weight`."""
@@ -141,7 +152,7 @@ class Loader:
         dtype = np.dtype(np.uint16) if kind == BF16 else values.dtype
         data = self.arrays.empty(values.shape, dtype)
         if isinstance(values, StoredMatrix):
-            self._file_staging().upload(values.read, values.nbytes, data.data.ptr)
+            self._read_file(values, data.data.ptr)
             self.finish_uploads()
         else:
             data.set(np.ascontiguousarray(values).view(dtype), self.arrays.stream)
@@ -233,7 +244,7 @@ class Loader:
         elif place.dtype == np.float16 and part.dtype != place.dtype and part.dtype in FLOATS:
             self._narrow(part, place)
         elif isinstance(part, StoredMatrix) and whole and part.dtype == place.dtype:
-            self._file_staging().upload(part.read, part.nbytes, place.data.ptr)
+            self._read_file(part, place.data.ptr)
         else:
             values: np.ndarray = np.ascontiguousarray(np.asarray(part).astype(place.dtype, copy=False))
             if whole:
@@ -254,21 +265,37 @@ class Loader:
         self._depth += 1
         try:
             yield
+            if self._depth == 1:
+                self.finish_uploads()
+        except BaseException:
+            if self._depth == 1 and self._uploader is not None:
+                self._uploader.cancel()
+            raise
         finally:
             self._depth -= 1
-            if self._depth == 0:
-                self.finish_uploads()
 
     def finish_uploads(self) -> None:
         """Wait until what is read from files has been queued on the stream, whose later work may then use it."""
-        if self._staging is not None:
-            self._staging.finish()
+        if self._uploader is not None:
+            try:
+                self._uploader.finish()
+            except UploadsStopped as error:
+                raise RankFailed(str(error)) from error
 
-    def _file_staging(self) -> StagingBuffers:
-        if self._staging is None:
-            uploads = PinnedBuffers(self.arrays.device, self.arrays.stream)
-            self._staging = StagingBuffers(uploads, uploads.buffers)
-        return self._staging
+    def _read_file(self, part: StoredMatrix, address: int) -> None:
+        """Start to copy a matrix from a file to ``address``, row behind row."""
+        if self._uploader is None:
+            self._uploader = self.file_staging.uploader(self.arrays.device, self.arrays.stream)
+        whole, itemsize = part.whole, part.dtype.itemsize
+        pitch = 0 if whole is None else whole.shape[1] * itemsize
+        if whole is None or pitch > self._uploader.staging.buffer_bytes or not part.nbytes:
+            self._uploader.upload(part.read, part.nbytes, address)
+            return
+        columns = Columns(part.first * itemsize, part.shape[1] * itemsize, pitch)
+        try:
+            self._uploader.upload_columns(whole.read, part.shape[0], columns, address)
+        except UploadsStopped as error:
+            raise RankFailed(str(error)) from error
 
 
 def _has_kernel(part: Int8Weight) -> bool:
