@@ -11,19 +11,22 @@ many ranks there are, and a link carries only what its device keeps.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 THREADS = 16
 """Threads that read for one device. More devices have more, but not more than there are cores."""
 BUFFERS_PER_THREAD = 2
 BUFFER_BYTES = 4 << 20
+
+STOPPED = "another rank has failed"
 
 Read = Callable[[memoryview, int], None]
 
@@ -60,10 +63,6 @@ class Uploads(Protocol):
         """Wait for the last copy from a buffer, if there was one."""
 
 
-Copy = tuple[Uploads, Callable[[int], None]]
-"""A device, and a function that queues its copy from a buffer."""
-
-
 class StagingBuffers:
     """Buffers of one size, and the threads that fill them, for ``ranks`` devices."""
 
@@ -72,182 +71,235 @@ class StagingBuffers:
         self.ranks = ranks
         self.buffer_bytes = len(buffers[0])
         self.is_stopped = False
-        self._threads = ThreadPoolExecutor(threads, "bminf-lite-read")
         self._lock = threading.Lock()
-        self._divided: dict[int, _DividedUpload] = {}
-        self._last: list[list[Uploads]] = [[] for _ in buffers]
-        """The devices that copy, or have copied, from each buffer."""
+        self._incomplete: dict[int, _Upload] = {}
+        """Uploads of divided matrices for which not all ranks have come, by their number."""
+        self._copying: list[list[Uploads]] = [[] for _ in buffers]
+        """The devices that may still copy from each buffer."""
         self._free: SimpleQueue[int] = SimpleQueue()
         for buffer in range(len(buffers)):
             self._free.put(buffer)
+        self._pieces: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_run_all, args=(self._pieces,), name=f"bminf-lite-read-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._end = weakref.finalize(self, _end_threads, self._pieces, threads)
 
-    def submit(self, read: Read, offset: int, count: int, copies: Sequence[Copy]) -> Future[None]:
-        """Start to read ``count`` bytes from ``offset`` on into a buffer, from which devices then copy."""
-        return self._threads.submit(self._copy_piece, read, offset, count, copies)
+    def start(self, upload: _Upload) -> None:
+        """Let the threads read the pieces of an upload, after those of earlier ones."""
+        if not upload.count:
+            upload.done.set()
+        work = partial(self._copy_next, upload)
+        for _ in range(upload.count):
+            self._pieces.put(work)
 
-    def divide(self, number: int, read: Read, rows: int, columns: Columns, own: _Own) -> _DividedUpload:
-        """Take part in the upload ``number`` of a matrix whose columns are divided; it starts when all ranks do.
+    def divide(self, number: int, upload: _Upload) -> _Upload:
+        """Join the upload ``number`` of a matrix whose columns are divided; it starts when all ranks have come.
 
-        Every rank calls this with the same numbers, rows and pitch. Raises :class:`UploadsStopped`.
+        Every rank calls this with the same numbers, for the same matrices. Raises :class:`UploadsStopped`.
         """
         with self._lock:
             if self.is_stopped:
-                raise UploadsStopped("another rank has failed")
-            found = self._divided.setdefault(number, _DividedUpload(read, rows, columns.pitch))
-            assert (found.rows, found.pitch) == (rows, columns.pitch), "ranks load different matrices"
-            found.parts.append((columns, own))
-            if len(found.parts) < self.ranks:
+                raise UploadsStopped(STOPPED)
+            found = self._incomplete.setdefault(number, upload)
+            if found is not upload:
+                assert (found.nbytes, found.piece_bytes) == (upload.nbytes, upload.piece_bytes), "not one matrix"
+                found.targets += upload.targets
+            if len(found.targets) < self.ranks:
                 return found
-            del self._divided[number]
-        found.start(self)
+            del self._incomplete[number]
+        self.start(found)
         return found
 
     def abort(self) -> None:
-        """Let no rank wait for another one: :class:`UploadsStopped` is raised until :meth:`reset`."""
+        """Let no rank wait for another one: all uploads end with :class:`UploadsStopped`, until :meth:`reset`."""
         with self._lock:
             self.is_stopped = True
-            waiting = list(self._divided.values())
-            self._divided.clear()
-        for upload in waiting:
-            upload.started.set()
+            incomplete = list(self._incomplete.values())
+            self._incomplete.clear()
+        for upload in incomplete:
+            upload.fail(UploadsStopped(STOPPED))
+            upload.done.set()
 
     def reset(self) -> None:
         """Begin anew after :meth:`abort`. No rank may be loading."""
-        with self._lock:
-            self.is_stopped = False
-            self._divided.clear()
+        self.is_stopped = False
 
     def close(self) -> None:
-        """End the threads, and wait for the copies; twice is harmless. What was not read yet is not read."""
-        self._threads.shutdown(cancel_futures=True)
+        """Wait for what is read and copied, and end the threads; twice is harmless."""
+        self._end()
+        for thread in self._threads:
+            thread.join()
         for buffer in range(len(self.buffers)):
             self._wait(buffer)
 
-    def _copy_piece(self, read: Read, offset: int, count: int, copies: Sequence[Copy]) -> None:
+    def _copy_next(self, upload: _Upload) -> None:
+        """Read the next piece of an upload, and queue its copies."""
+        try:
+            offset = next(upload.piece) * upload.piece_bytes
+            if self.is_stopped or upload.has_failed:
+                raise UploadsStopped(STOPPED)
+            self._copy(upload, offset, min(upload.piece_bytes, upload.nbytes - offset))
+        except BaseException as error:
+            upload.fail(error)
+        finally:
+            upload.end_piece()
+
+    def _copy(self, upload: _Upload, offset: int, count: int) -> None:
         buffer = self._free.get()
         try:
             self._wait(buffer)
-            read(self.buffers[buffer][:count], offset)
-            for device, copy in copies:
-                self._last[buffer].append(device)
-                copy(buffer)
+            upload.read(self.buffers[buffer][:count], offset)
+            for target in upload.targets:
+                self._copying[buffer].append(target.device)
+                target.copy(buffer, offset, count)
         finally:
             self._free.put(buffer)
 
     def _wait(self, buffer: int) -> None:
-        for device in self._last[buffer]:
+        for device in self._copying[buffer]:
             device.wait(buffer)
-        self._last[buffer].clear()
+        self._copying[buffer].clear()
 
 
 class Uploader:
-    """Reads for one device through the buffers that it shares with the other ranks."""
+    """Reads for one device through the buffers that it shares with those of the other ranks."""
 
     def __init__(self, staging: StagingBuffers, device: Uploads):
         self.staging = staging
         self.device = device
-        self._futures: list[Future[None]] = []
-        self._divided: list[_DividedUpload] = []
-        self._divided_count = 0
+        self._uploads: list[_Upload] = []
+        self._batch = _Batch()
+        self._divided = 0
 
     def upload(self, read: Read, nbytes: int, address: int) -> None:
         """Start to copy ``nbytes`` that ``read(buffer, offset)`` reads to ``address`` on the device.
 
         Work that is queued after :meth:`finish` finds them there. Until then nothing else may use that memory.
         """
-        size = self.staging.buffer_bytes
-        for offset in range(0, nbytes, size):
-            count = min(size, nbytes - offset)
-            copy = partial(self.device.copy, nbytes=count, address=address + offset)
-            self._futures.append(self.staging.submit(read, offset, count, [(self.device, copy)]))
+        target = _Target(self.device, self._batch, address)
+        upload = _Upload(read, nbytes, self.staging.buffer_bytes, [target])
+        self._uploads.append(upload)
+        self.staging.start(upload)
 
     def upload_columns(self, read: Read, rows: int, columns: Columns, address: int) -> None:
         """Start to copy some columns of a matrix of ``rows``, whose bytes ``read`` reads, likewise.
 
-        Every rank calls this for the same matrices in the same order. A buffer holds a row.
+        Every rank calls this for the same matrices in the same order. A buffer has room for a row. Raises
+        :class:`UploadsStopped`.
         """
-        own = _Own(self.device, address)
-        self._divided.append(self.staging.divide(self._divided_count, read, rows, columns, own))
-        self._divided_count += 1
+        target = _Target(self.device, self._batch, address, columns)
+        at_once = self.staging.buffer_bytes // columns.pitch * columns.pitch
+        upload = _Upload(read, rows * columns.pitch, at_once, [target])
+        self._uploads.append(self.staging.divide(self._divided, upload))
+        self._divided += 1
 
     def finish(self) -> None:
         """Wait until all pieces are queued for the device.
 
-        Raises the first error of reading a piece, and then reads no others; or :class:`UploadsStopped`.
+        Raises the first error of reading a piece, after which no others are read, or :class:`UploadsStopped`.
         """
-        try:
-            for upload in self._divided:
-                self._futures += upload.wait(self.staging)
-            wait(self._futures, return_when=FIRST_EXCEPTION)
-            self._raise_first_error()
-        except BaseException:
-            self.cancel()
-            raise
-        self._futures, self._divided = [], []
+        error = self._end()
+        if error is not None:
+            if self.staging.ranks > 1:
+                self.staging.abort()
+            raise error
 
     def cancel(self) -> None:
-        """Drop what is not read yet, and wait for what is, because it is written to the device.
-
-        The other ranks are stopped.
-        """
-        if self.staging.ranks > 1:
-            self.staging.abort()
-        parts = [*self._futures, *(future for upload in self._divided for future in upload.futures)]
-        for part in parts:
-            part.cancel()
-        try:
-            wait(parts)
-        finally:
-            wait(parts)  # also after Ctrl-C
-            self._futures, self._divided = [], []
+        """Drop what is not read yet, for all ranks, and wait for what is, because it is written to the device."""
+        self._drop()
+        self._end()
 
     def reset(self) -> None:
         """Begin anew, as all ranks do, after one has failed."""
-        self._divided_count = 0
+        self._divided = 0
 
-    def _raise_first_error(self) -> None:
-        ended = [future for future in self._futures if future.done()]
-        for future in ended:
-            if not future.cancelled():
-                future.result()
-        if any(future.cancelled() for future in ended):
-            raise UploadsStopped("another rank has failed")
+    def _end(self) -> BaseException | None:
+        """Wait for all pieces, after Ctrl-C for those that have begun. Returns the first error."""
+        batch = self._batch
+        try:
+            for upload in self._uploads:
+                upload.done.wait()
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            for upload in self._uploads:
+                upload.done.wait()
+            self._uploads, self._batch = [], _Batch()
+        return batch.error
+
+    def _drop(self) -> None:
+        self._batch.fail(UploadsStopped(STOPPED))
+        if self.staging.ranks > 1:
+            self.staging.abort()
+
+
+class _Batch:
+    """What one device has uploaded since it waited last, with the first error."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
 
 
 @dataclass(frozen=True)
-class _Own:
-    """Where a rank's columns go."""
+class _Target:
+    """Where a device gets what is read: all of it, or some columns, from ``address`` on."""
 
     device: Uploads
+    batch: _Batch
     address: int
+    columns: Columns | None = None
+
+    def copy(self, buffer: int, offset: int, count: int) -> None:
+        """Copy a piece of ``count`` bytes, which begins ``offset`` bytes into the matrix."""
+        if self.columns is None:
+            self.device.copy(buffer, count, self.address + offset)
+            return
+        first, rows = offset // self.columns.pitch, count // self.columns.pitch
+        self.device.copy_columns(buffer, self.columns, rows, self.address + first * self.columns.width)
 
 
-class _DividedUpload:
-    """A matrix of which each rank gets some columns."""
+class _Upload:
+    """``nbytes`` that are read in pieces, for one device or for all."""
 
-    def __init__(self, read: Read, rows: int, pitch: int) -> None:
-        self.read, self.rows, self.pitch = read, rows, pitch
-        self.parts: list[tuple[Columns, _Own]] = []
-        self.futures: list[Future[None]] = []
-        self.started = threading.Event()
+    def __init__(self, read: Read, nbytes: int, piece_bytes: int, targets: list[_Target]) -> None:
+        self.read, self.nbytes, self.piece_bytes, self.targets = read, nbytes, piece_bytes, targets
+        self.count = -(-nbytes // piece_bytes)
+        self.piece = itertools.count()
+        self.done = threading.Event()
+        self._left = self.count
+        self._lock = threading.Lock()
 
-    def start(self, staging: StagingBuffers) -> None:
-        """Read as many whole rows at a time as a buffer holds."""
-        step = staging.buffer_bytes // self.pitch
-        for first in range(0, self.rows, step):
-            rows = min(step, self.rows - first)
-            copies = [
-                (own.device, partial(
-                    own.device.copy_columns, columns=columns, rows=rows, address=own.address + first * columns.width
-                ))
-                for columns, own in self.parts
-            ]  # fmt: skip
-            self.futures.append(staging.submit(self.read, first * self.pitch, rows * self.pitch, copies))
-        self.started.set()
+    @property
+    def has_failed(self) -> bool:
+        """Whether a device no longer wants its part, or does not get it."""
+        return any(target.batch.error is not None for target in self.targets)
 
-    def wait(self, staging: StagingBuffers) -> list[Future[None]]:
-        """The futures, once all ranks have come."""
-        self.started.wait()
-        if len(self.parts) < staging.ranks:
-            raise UploadsStopped("another rank has failed")
-        return self.futures
+    def fail(self, error: BaseException) -> None:
+        for target in self.targets:
+            target.batch.fail(error)
+
+    def end_piece(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self.done.set()
+
+
+def _run_all(pieces: SimpleQueue[Any]) -> None:
+    while (work := pieces.get()) is not None:
+        work()
+        del work  # nothing of a model is kept while the thread waits
+
+
+def _end_threads(pieces: SimpleQueue[Any], count: int) -> None:
+    for _ in range(count):
+        pieces.put(None)

@@ -58,6 +58,7 @@ CASES = {
         "memory/test_streaming_gpu.py::test_streamed_and_resident_give_equal_results",
     ),
     "h200*2": (
+        "backend/test_divided_loading.py",
         "backend/test_divided_rows.py",
         "backend/test_peers.py::test_a_model_on_two_gpus",
         "backend/test_peers.py::test_every_kind_of_layer_gives_what_ranks_on_the_cpu_give",

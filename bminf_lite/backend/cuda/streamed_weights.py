@@ -164,7 +164,7 @@ class SlotLink:
 class PinnedBuffers:
     """Staging buffers in pinned memory, from which all GPUs can copy."""
 
-    def __init__(self, count: int, nbytes: int = staging.BUFFER_BYTES):
+    def __init__(self, count: int, nbytes: int):
         self.count = count
         self.nbytes = nbytes
         self._memory = HostMemory(count * nbytes)
@@ -218,7 +218,7 @@ class FileStaging:
         with self._lock:
             if self._pinned is None or self._staging is None:
                 threads = staging.thread_count(self.ranks)
-                self._pinned = PinnedBuffers(threads * staging.BUFFERS_PER_THREAD)
+                self._pinned = PinnedBuffers(threads * staging.BUFFERS_PER_THREAD, staging.BUFFER_BYTES)
                 self._staging = staging.StagingBuffers(self._pinned.buffers, threads, self.ranks)
             return staging.Uploader(self._staging, PinnedCopies(self._pinned, device, stream))
 
