@@ -500,11 +500,16 @@ def test_weights_may_lie_in_slots(kernels: ExpertKernels, name: str) -> None:
             np.testing.assert_array_equal(found, expected)
 
 
-SHARED = {  # with many experts, of which three tokens seldom have one in common
-    "qwen3_next": (Sizes(256, 96, 256, 104, 4, False), RELU, {"renormalise": True}, True),
-    "deepseek_v3, rotated": (Sizes(128, 272, 136, 64, 2, False, (128, 16)), RELU, {"score": Score.SIGMOID}, False),
-    "llama4": (Sizes(96, 64, 96, 32, 1, False), RELU, {"score": Score.SIGMOID, "scales_input": True}, False),
-    "nemotron_h": (Sizes(96, 272, 64, 160, 6, False), ExpertActivation("relu_squared", gated=False), {}, True),
+NO_GATE = ExpertActivation("relu_squared", gated=False)
+SHARED = {  # with many experts, of which three tokens seldom have one in common; a gate; parts of the shared expert
+    "qwen3_next": (Sizes(256, 96, 256, 104, 4, False), RELU, {"renormalise": True}, True, 1),
+    "deepseek_v3, rotated": (Sizes(128, 272, 136, 64, 2, False, (128, 16)), RELU, {"score": Score.SIGMOID}, False, 1),
+    "llama4": (Sizes(96, 64, 96, 32, 1, False), RELU, {"score": Score.SIGMOID, "scales_input": True}, False, 1),
+    "no gate": (Sizes(96, 272, 64, 160, 6, False), NO_GATE, {}, True, 1),
+    "deepseek_v2": (Sizes(128, 96, 136, 64, 2, False), RELU, {"scale": 16.0}, False, 2),
+    "deepseek_v2, rotated": (Sizes(128, 288, 136, 64, 2, False, (128, 32)), RELU, {}, False, 3),
+    "qwen2_moe": (Sizes(96, 64, 96, 64, 1, False), RELU, {"weight_type": "bfloat16"}, True, 4),
+    "nemotron_h": (Sizes(96, 544, 64, 64, 2, False), NO_GATE, {"score": Score.SIGMOID}, False, 2),
 }
 
 
@@ -531,11 +536,11 @@ class Matrix:
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_expert_of_all_tokens_is_one_more_pair(kernels: ExpertKernels, name: str, count: int) -> None:
-    """It has the bits of a product of its own, which is added behind the others'."""
-    sizes, activation, spec, has_gate = SHARED[name]
+    """It has the bits of a product of its own, which is added behind the others'. It may be several pairs."""
+    sizes, activation, spec, has_gate, parts = SHARED[name]
     layer = RandomLayer(sizes, activation, **spec)
     device, x = layer.on_device(cp.asarray), layer.tokens(count)
-    other = RandomLayer(sizes, activation, seed=1, **spec)
+    other = RandomLayer(replace(sizes, features=parts * sizes.features), activation, seed=1, **spec)
     vector = cp.asarray(padded((other.random.normal(size=sizes.hidden) / 9).astype(np.float32))) if has_gate else None
     shared = SharedExpertWeights(Matrix.of(other.layer.hidden, 2), Matrix.of(other.layer.down, 2), vector)
     assert kernels.takes_shared(count, device, shared)
@@ -553,6 +558,20 @@ def test_an_expert_of_all_tokens_is_one_more_pair(kernels: ExpertKernels, name: 
         found = run(kernels, layer, device, x, add, shared=shared)
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_a_shared_expert_of_another_size_is_computed_alone(kernels: ExpertKernels) -> None:
+    """If its hidden values are not those of whole experts, or if their maxima are not found at once."""
+    sizes, activation, spec, _, parts = SHARED["nemotron_h"]
+    layer = RandomLayer(sizes, activation, **spec).on_device(cp.asarray)
+
+    def takes(count: int, features: int) -> bool:
+        other = RandomLayer(replace(sizes, features=features), activation, **spec).layer
+        shared = SharedExpertWeights(Matrix.of(other.hidden, 0), Matrix.of(other.down, 0))
+        return kernels.takes_shared(count, layer, shared)
+
+    assert takes(4, parts * sizes.features) and not takes(1, parts * sizes.features + 32)
+    assert not takes(1, sizes.features // 2) and takes(2, 6 * sizes.features) and not takes(3, 6 * sizes.features)
 
 
 def test_rows_that_are_no_numbers_stay_in_their_tokens(kernels: ExpertKernels) -> None:

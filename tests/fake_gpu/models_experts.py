@@ -358,7 +358,9 @@ def few_tokens_shared(call: Call, rows: int, own: int, each: int) -> None:
 @model
 def few_tokens_hidden(call: Call, adapted: Added | None = None) -> None:
     tokens, top_k, gated, k = call.tokens, call.top_k, bool(call.number("GATED")), call.k
-    pairs = tokens * (top_k + bool(call.shared_weight))
+    parts = call.shared_parts
+    call.require(bool(parts) == bool(call.shared_weight), "parts of a shared expert")
+    pairs = tokens * (top_k + parts)
     n, blocks = call.features * (1 + gated), call.launch.grid[0]
     group = 8 if gated else 1
     few_tokens_shared(
@@ -373,17 +375,18 @@ def few_tokens_hidden(call: Call, adapted: Added | None = None) -> None:
     added_to = adapted and adapted(call, ids.ravel(), n)
     y = product(call, np.repeat(codes, top_k, axis=0), ids.ravel(), weight, scales, added_to)
     if call.shared_weight:
-        beside = shared_product(call, codes, own, n)
+        beside = shared_product(call, codes, own, parts * n, call.pitch)
         beside = alternate_gate_and_up(beside[:, :, None])[:, :, 0] if gated else beside
-        y = np.concatenate([y.reshape(tokens, top_k, n), beside[:, None]], axis=1).reshape(pairs, n)
+        beside = beside.reshape(tokens, parts, n)
+        y = np.concatenate([y.reshape(tokens, top_k, n), beside], axis=1).reshape(pairs, n)
     found = epilogue(call, y, gated, not gated)
     call.rows("hidden", pairs, call.hidden_pitch, call.features, F16)[...] = found
 
 
-def shared_product(call: Call, codes: np.ndarray, scales: np.ndarray, n: int) -> np.ndarray:
+def shared_product(call: Call, codes: np.ndarray, scales: np.ndarray, n: int, pitch: int) -> np.ndarray:
     """The product of each token's row with a matrix of the shared expert, fp32 ``[T, n]``."""
     call.require(not call.bias, "an expert beside a shared one has a bias")
-    weight = call.rows("shared_weight", n, call.pitch, codes.shape[1], np.int8).astype(np.float64)
+    weight = call.rows("shared_weight", n, pitch, codes.shape[1], np.int8).astype(np.float64)
     sums = (codes.astype(np.float64) @ weight.T).astype(F32)
     return scales[:, None] * (call.vector("shared_scale", n, F32) * sums)
 
@@ -391,19 +394,23 @@ def shared_product(call: Call, codes: np.ndarray, scales: np.ndarray, n: int) ->
 @model
 def few_tokens_down(call: Call, adapted: Added | None = None) -> None:
     tokens, top_k, columns, k = call.tokens, call.top_k, call.columns, call.k
-    each = top_k + bool(call.shared_weight)
+    parts = call.shared_parts
+    each = top_k + parts
     pairs = tokens * each
+    call.require(parts < 2 or (pairs <= FEW_THREADS // 32 and k % call.rotation == 0), "parts with one scale")
     few_tokens_shared(call, pairs, pairs * -(-columns // call.launch.grid[0]), 16 if adapted else 12)
     call.require((call.rotation > 1) == bool(call.number("ROTATED")), "a rotation of its own instantiation")
     ids, weights = chosen(call, tokens)
     call.tensor("topk_ids", ids.shape, np.int32)[...] = ids
     call.tensor("topk_weights", ids.shape, F32)[...] = weights
     hidden = call.rows("hidden", pairs, call.hidden_pitch, k, F16)
-    codes, scales = quantize_rows(rotated(hidden, call.rotation))
+    by_token = hidden.reshape(tokens, each, k)
+    routed, own = quantize_rows(rotated(by_token[:, :top_k].reshape(tokens * top_k, k), call.rotation))
     weight = weights_of(call, call.num_experts, columns, np.int8, ids)[..., :k]
-    by_token = [v.reshape(tokens, each, *v.shape[1:]) for v in (codes, scales)]
-    routed, own = (v[:, :top_k].reshape(tokens * top_k, *v.shape[2:]) for v in by_token)
     added_to = adapted and adapted(call, ids.ravel(), columns)
     results = rounded(product(call, routed, ids.ravel(), weight, own, added_to)).reshape(tokens, top_k, columns)
-    beside = shared_product(call, *(v[:, top_k] for v in by_token), columns) if call.shared_weight else None
+    beside = None
+    if call.shared_weight:
+        codes, scales = quantize_rows(rotated(by_token[:, top_k:].reshape(tokens, parts * k), call.rotation))
+        beside = shared_product(call, codes, scales, columns, call.shared_pitch)
     write_sums(call, results, np.ones_like(weights) if call.scales_input else weights, columns, beside)

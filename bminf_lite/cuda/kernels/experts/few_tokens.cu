@@ -5,8 +5,9 @@
 //     out[t]  (+)= sum over j of weights[t, j] * fp16(scaled(quantize(rotate(hidden[t, j])) @ weight[expert].T) + bias)
 //                 + gate[t] * addend[t]
 //
-// All tokens may share an expert: then each token has one more pair, its last, whose result in fp32 is the addend.
-// Experts have no biases then.
+// All tokens may share an expert: then each token has more pairs, its last ones, and their result in fp32 is the
+// addend. They are parts of the shared expert, each with as many hidden values as another expert: one scale quantizes
+// them, and their sums are added before they are scaled. Experts have no biases then.
 //
 // The codes of the tokens are those of rotated tokens where the first matrices rotate their input. The rotation of the
 // hidden values may be left out.
@@ -35,7 +36,7 @@ constexpr int BLOCKS_PER_SM = 1;
 #endif
 
 // The experts of all pairs of the tokens, found by a warp for each token. A token has `each` pairs: those of its
-// experts by rank, and behind them that of the shared expert if there is one.
+// experts by rank, and behind them those of the shared expert's parts if there is one.
 template <int EACH>
 struct Choice {
     const Router& router;
@@ -50,7 +51,8 @@ struct Choice {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         if (warp < tokens) {
             const int id = chooser(warp, scratch).choose(logits + warp * router.num_experts);
-            const int own = lane < router.top_k ? id : ExpertMatrix::SHARED, pair = warp * each + lane;
+            const int own = lane < router.top_k ? id : ExpertMatrix::SHARED - (lane - router.top_k);
+            const int pair = warp * each + lane;
             if (lane < each) ids[pair] = own, starts[pair] = matrix.rows_of(own);
         }
         __syncthreads();
@@ -103,7 +105,7 @@ __device__ __forceinline__ void hidden_values(
     __shared__ int ids[MAX_FEW_PAIRS];
     __shared__ const int8* starts[MAX_FEW_PAIRS];
     __shared__ float scales[MAX_FEW_PAIRS];  // of the pairs' inputs
-    const int width = (pitch + UNIT - 1) / UNIT * UNIT, pairs = router.top_k + (shared_expert.shared_weight != nullptr);
+    const int width = (pitch + UNIT - 1) / UNIT * UNIT, pairs = router.top_k + shared_expert.shared_parts;
     constexpr int MATRICES = 1 + GATED;
     const Share<GATED ? GATE_GROUP : 1> share(tokens * pairs * features);
     const int rows = MATRICES * share.count, each = MATRICES * features;
@@ -111,7 +113,7 @@ __device__ __forceinline__ void hidden_values(
     int8* tokens_codes = reinterpret_cast<int8*>(shared + scratch_bytes);
     int* sums = reinterpret_cast<int*>(tokens_codes + tokens * width);
     float* const sides = reinterpret_cast<float*>(sums + rows);  // what adapters add
-    const ExpertMatrix matrix = {weight, slots, w_scale, shared_expert, each, pitch};
+    const ExpertMatrix matrix = {weight, slots, w_scale, shared_expert, each, pitch, features, 0};
     const ExpertRows<GATED> of_block = {matrix, starts + first_pair, ids + first_pair, 0, each};
     const RowUnits units(rows, width / UNIT, each, MATRICES * first_feature);
     RowStream<UNIT, GATED> stream(of_block, units, shared);
@@ -265,11 +267,12 @@ struct PairVector<true> {
 };
 
 // Quantizes rows of fp16, ROTATED or not, into shared memory, with zeros up to `width`, and their scales:
-// backend/quantization.py. All warps take part: those of a group have one row at a time.
+// backend/quantization.py. All warps take part: those of a group have one row at a time. A token has `each` rows, of
+// which the last `parts` have one scale. If these are several, there are at most ROW_WARPS rows.
 template <bool ROTATED>
 __device__ __forceinline__ void quantize_pairs(
-    const __half* rows, long long rows_pitch, int pairs, int k, int width, int rotation, float rotation_scale,
-    int8* codes, float* scales) {
+    const __half* rows, long long rows_pitch, int pairs, int each, int parts, int k, int width, int rotation,
+    float rotation_scale, int8* codes, float* scales) {
     using Vector = PairVector<ROTATED>;
     constexpr int HELD = Vector::HELD;
     __shared__ float tops[ROW_WARPS];
@@ -305,9 +308,13 @@ __device__ __forceinline__ void quantize_pairs(
         if (base > 0) __syncthreads();  // the maxima of the rows before have been read
         if (threadIdx.x % WARP == 0) tops[warp] = own;
         __syncthreads();
+        int first_warp = warp / group * group, last_warp = first_warp + group;
+        if (parts > 1 && row % each >= each - parts) {
+            first_warp = (row / each * each + each - parts) * group, last_warp = first_warp + parts * group;
+        }
         float largest = 0;
 #pragma unroll 1
-        for (int w = 0; w < group; ++w) largest = absmax(largest, tops[warp / group * group + w]);
+        for (int w = first_warp; w < last_warp; ++w) largest = absmax(largest, tops[w]);
         const RowScale s = row_scale(largest);
         if (!exists) continue;
         if (thread == 0) scales[row] = s.scale;
@@ -347,7 +354,7 @@ __device__ __forceinline__ void add_results(
     __shared__ const int8* starts[MAX_FEW_PAIRS];
     __shared__ float weights[MAX_FEW_PAIRS], x_scales[MAX_FEW_PAIRS];
     const int width = (pitch + UNIT - 1) / UNIT * UNIT, top_k = router.top_k;
-    const int each = top_k + (shared_expert.shared_weight != nullptr), pairs = tokens * each;
+    const int each = top_k + shared_expert.shared_parts, pairs = tokens * each;
     const Share<1> share(columns);
     const int rows = pairs * share.count;
     int8* codes = reinterpret_cast<int8*>(shared + scratch_bytes);
@@ -356,7 +363,7 @@ __device__ __forceinline__ void add_results(
     float* biases = w_scales + rows;
     float* const sides = biases + rows;  // what adapters add
     if (launches_early) launch_dependent_grids();
-    const ExpertMatrix matrix = {weight, slots, w_scale, shared_expert, columns, pitch};
+    const ExpertMatrix matrix = {weight, slots, w_scale, shared_expert, columns, pitch, 0, k};
     const Choice<EACH> choice = {router, logits, tokens, each, matrix, ids, starts};
     choice.choose(shared);
     const ExpertRows<false> of_block = {matrix, starts, ids, share.first, share.count};
@@ -392,7 +399,8 @@ __device__ __forceinline__ void add_results(
     wait_on_dependent_grids();
     if (!launches_early) launch_dependent_grids();
     if (first < outputs) load_operands(token, share.first + first - token * share.count);
-    quantize_pairs<ROTATED>(hidden, hidden_pitch, pairs, k, width, rotation, rotation_scale, codes, x_scales);
+    quantize_pairs<ROTATED>(
+        hidden, hidden_pitch, pairs, each, each - top_k, k, width, rotation, rotation_scale, codes, x_scales);
     __syncthreads();
     multiply_units<UNIT>(stream, units, [&](const RowUnits& unit) { return codes + unit.expert * width; }, sums);
     if constexpr (Side::EXISTS)
@@ -406,9 +414,12 @@ __device__ __forceinline__ void add_results(
             }
         });
     __syncthreads();
-    const auto result = [&](int pair, int column) {
+    const auto result = [&](int pair, int column, int parts) {
         const int row = pair * share.count + column;
-        float y = scaled(__int2float_rn(sums[row]), x_scales[pair], w_scales[row]);
+        int sum = sums[row];
+#pragma unroll 1
+        for (int part = 1; part < parts; ++part) sum += sums[row + part * share.count];
+        float y = scaled(__int2float_rn(sum), x_scales[pair], w_scales[row]);
         if constexpr (Side::EXISTS) y = add_side(y, sides[row]);
         return bias ? __fadd_rn(y, biases[row]) : y;
     };
@@ -419,11 +430,12 @@ __device__ __forceinline__ void add_results(
         float total = 0;
 #pragma unroll 4
         for (int j = 0; j < top_k; ++j) {
-            float y = result(token * each + j, column);
+            float y = result(token * each + j, column, 1);
             y = __fmul_rn(scales_input ? 1.0f : weights[token * each + j], rounded(y));
             total = j == 0 ? y : __fadd_rn(total, y);
         }
-        if (each > top_k) total = __fadd_rn(total, __fmul_rn(factor, result(token * each + top_k, column)));
+        if (each > top_k)
+            total = __fadd_rn(total, __fmul_rn(factor, result(token * each + top_k, column, each - top_k)));
         if (addend) total = __fadd_rn(total, __fmul_rn(factor, other));
         out[token * out_pitch + share.first + column] = ADD ? __fadd_rn(before, total) : total;
     }

@@ -12,7 +12,7 @@ import numpy as np
 from ....backend.expert_values import ExpertActivation, RouterSpec
 from ...runtime.driver import shared_memory_per_block
 from ...runtime.kernel import Kernel
-from ..arrays import WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
+from ..arrays import PAD, WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import CLAMPED_SWIGLU, FEW_CHUNK, FEW_THREADS, MAX_EXPERTS, MAX_FEW_PAIRS, MAX_FEW_TOKENS, Activation
 from ..gemv.gemv import LONG_CODES, UNIT_OVERHEAD, defines_for, pipeline_chunks
 from ..instantiations import BOOLEANS, Capability, KernelFamily, numbers
@@ -100,16 +100,19 @@ class FewTokens:
         spec: RouterSpec,
         hidden: ExpertMatrices,
         down: ExpertMatrices,
-        has_shared: bool = False,
+        shared_parts: int = 0,
         adapted: bool = False,
     ) -> bool:
         """Whether the kernels take ``tokens`` tokens: inputs are quantized, and their codes fit shared memory.
 
-        Several tokens are taken if they seldom have an expert in common. ``has_shared``: each token also has the shared
-        expert of :meth:`takes_shared`. ``adapted``: adapters add to the products, which have gates then.
+        Several tokens are taken if they seldom have an expert in common. ``shared_parts`` are those of the shared
+        expert of :meth:`takes_shared`, which each token also has. ``adapted``: adapters add to the products, which
+        have gates then.
         """
-        pairs, num_sms = tokens * (spec.top_k + has_shared), self._launcher.num_sms
+        pairs, num_sms = tokens * (spec.top_k + shared_parts), self._launcher.num_sms
         if tokens > MAX_FEW_TOKENS or pairs > MAX_FEW_PAIRS or not (hidden.dynamic and down.dynamic):
+            return False
+        if shared_parts > 1 and pairs > WARPS:  # the kernel finds one scale for the parts while each row has a warp
             return False
         if tokens > 1 and tokens * spec.top_k > PAIRS_OF_EXPERTS * spec.num_experts:
             return False
@@ -126,15 +129,24 @@ class FewTokens:
     def takes_shared(
         spec: RouterSpec, hidden: ExpertMatrices, down: ExpertMatrices, shared: SharedExpertWeights
     ) -> bool:
-        """Whether a shared expert can be one more expert of each token: its matrices are as large as the others'."""
-        pairs = ((hidden, shared.hidden), (down, shared.down))
-        return spec.top_k < MAX_TOP_K and all(
+        """Whether a shared expert can be one more expert of each token, or several of them.
+
+        Its hidden values are those of a whole number of experts, each of which would be quantized and rotated apart.
+        """
+        parts = shared.parts(down)
+        if parts > 1 and (down.in_features % PAD or down.in_features % down.rotation or down.pitch != down.in_features):
+            return False
+        pairs = (
+            (hidden, shared.hidden, (parts * hidden.out_features, hidden.in_features), hidden.pitch),
+            (down, shared.down, (down.out_features, parts * down.in_features), parts * down.pitch),
+        )
+        return 0 < parts <= MAX_TOP_K - spec.top_k and all(
             own.bias is None
             and other.bias is None
             and other.group_size == 0
             and other.matrix.dtype == np.int8
-            and (other.out_features, other.in_features, other.pitch) == (*own.shape, own.pitch)
-            for own, other in pairs
+            and (other.out_features, other.in_features, other.pitch) == (*shape, pitch)
+            for own, other, shape, pitch in pairs
         )
 
     def hidden(
@@ -153,11 +165,13 @@ class FewTokens:
         """Choose experts by ``logits`` fp32 ``[T, experts]``, and compute their hidden values of the quantized tokens.
 
         ``codes`` int8 ``[T, pitch]``, of rotated tokens if the weights rotate their input, and ``scales`` fp32 ``[T]``
-        -> ``out`` fp16 ``[T * top_k, features]``. With a ``shared`` expert each token has ``top_k + 1`` rows, of which
-        the last is that of the shared expert. A ``side`` product, of pairs in their own order, is added to each.
+        -> ``out`` fp16 ``[T * top_k, features]``. With a ``shared`` expert of ``parts`` parts each token has ``top_k +
+        parts`` rows, of which the last are those of the shared expert. A ``side`` product, of pairs in their own order,
+        is added to each.
         """
         tokens, spec = len(logits), router.spec
-        pairs = tokens * (spec.top_k + (shared is not None))
+        pairs = len(out)
+        parts = pairs // tokens - spec.top_k
         features = weight.out_features // (2 if activation.gated else 1)
         plan = self._plan(
             "hidden" if side is None else "hidden_adapted",
@@ -180,7 +194,7 @@ class FewTokens:
                 codes.data.ptr,
                 scales.data.ptr,
                 *weight.arguments,
-                *shared_arguments(shared.hidden if shared else None),
+                *shared_arguments(shared.hidden if shared else None, parts),
                 out.data.ptr,
                 pitch_of(out),
                 tokens,
@@ -226,7 +240,8 @@ class FewTokens:
         """
         assert addend is None or shared is None
         tokens, spec = len(logits), router.spec
-        pairs = tokens * (spec.top_k + (shared is not None))
+        pairs = len(hidden)
+        parts = pairs // tokens - spec.top_k
         values, pitch, factors = addend_arguments(addend)
         plan = self._plan(
             "down" if side is None else "down_adapted",
@@ -252,7 +267,7 @@ class FewTokens:
                 hidden.data.ptr,
                 pitch_of(hidden),
                 *weight.arguments,
-                *shared_arguments(shared.down if shared else None),
+                *shared_arguments(shared.down if shared else None, parts),
                 out.data.ptr,
                 pitch_of(out),
                 tokens,

@@ -124,15 +124,15 @@ class ExpertKernels:
                 source, features = array_source(latent), hidden.in_features
                 self._rows.transform(step, source, target, tokens, features, bytes_moved=moved, rotation=rotation)
         routing = Routing(*(empty((tokens, router.spec.top_k), kind) for kind in (np.int32, np.float32)))
-        has_shared, adapted = shared is not None, adapters is not None
-        is_few = self.few_tokens.supports(tokens, router.spec, hidden, layer.down, has_shared, adapted)
-        assert not (has_shared and adapted)
+        shared_parts, adapted = 0 if shared is None else shared.parts(layer.down), adapters is not None
+        is_few = self.few_tokens.supports(tokens, router.spec, hidden, layer.down, shared_parts, adapted)
+        assert not (shared_parts and adapted)
         if layer.cached is not None or adapted or not is_few:
             self.router.choose(step, logits, router, routing.ids, routing.weights)
         if layer.cached is not None:
             self.fetch.launch(step, routing.ids, layer.cached)
         if is_few:
-            pairs = tokens * (router.spec.top_k + (shared is not None))
+            pairs = tokens * (router.spec.top_k + shared_parts)
             values = empty((pairs, round_up(layer.features, PAD)), np.float16)
             chosen, factors = (routing.ids, routing.weights), None if gate is None else gate[1]
             before = behind = None
@@ -160,7 +160,7 @@ class ExpertKernels:
         """Whether :meth:`forward` computes a shared expert of ``tokens`` tokens with the others."""
         spec, hidden, down = layer.router.spec, layer.hidden, layer.down
         return self.few_tokens.takes_shared(spec, hidden, down, shared) and self.few_tokens.supports(
-            tokens, spec, hidden, down, True
+            tokens, spec, hidden, down, shared.parts(down)
         )
 
     def many_tokens(

@@ -34,35 +34,44 @@ __device__ __forceinline__ int warp_sum(int x) {
 
 constexpr int GATE_GROUP = 8;  // rows of the gate, or of up, that lie together
 
-// The matrix of an expert that every token has, [n, pitch] with the pitch of the others, or null, and its scales. Those
-// of gate and up lie one behind the other.
+// The matrix of an expert that every token has, or null, and its scales. Its hidden values are those of `shared_parts`
+// of the others, and each part of them counts as an expert. The first matrix is [shared_parts * n, pitch] with the
+// pitch of the others, gate and up one behind the other. The second one is [n, shared_pitch], where a part has
+// neighbouring columns.
 struct SharedExpert {
     const int8* shared_weight;
     const float* shared_scale;
+    int shared_parts, shared_pitch;
 };
 
 // A matrix of experts and its scales: int8 [experts, each, pitch], or in slots (slots.cuh), and fp32 [experts, each];
-// and that of the shared one, whose number is SHARED.
+// and that of the shared one, whose parts have the numbers SHARED, SHARED - 1 and so on. part_rows, part_columns: where
+// a part begins behind the one before.
 struct ExpertMatrix {
     static constexpr int SHARED = -1;
     const int8* weight;
     const int* slots;
     const float* w_scale;
     const SharedExpert& shared;
-    int each, pitch;
+    int each, pitch, part_rows, part_columns;
 
     __device__ __forceinline__ const int8* rows_of(int id) const {
-        return id == SHARED ? shared.shared_weight : weight + static_cast<size_t>(slot_of(slots, id)) * each * pitch;
+        if (id <= SHARED)
+            return shared.shared_weight + static_cast<size_t>(SHARED - id) * (part_rows * pitch + part_columns);
+        return weight + static_cast<size_t>(slot_of(slots, id)) * each * pitch;
     }
     __device__ __forceinline__ const float* scales_of(int id) const {
-        return id == SHARED ? shared.shared_scale : w_scale + id * each;
+        return id <= SHARED ? shared.shared_scale + (SHARED - id) * part_rows : w_scale + id * each;
     }
-    // Row `row` of an expert, those of gate and up in groups, as it is counted in memory.
+    // Row `row` of an expert, those of gate and up in groups, as it is counted in memory from the first of a part.
     template <bool GATED>
     __device__ __forceinline__ int row_of(int id, int row) const {
-        if (!GATED || id != SHARED) return row;
-        return row / (2 * GATE_GROUP) * GATE_GROUP + row % GATE_GROUP + (row & GATE_GROUP ? each / 2 : 0);
+        if (!GATED || id > SHARED) return row;
+        const int up = shared.shared_parts * part_rows;
+        return row / (2 * GATE_GROUP) * GATE_GROUP + row % GATE_GROUP + (row & GATE_GROUP ? up : 0);
     }
+    // The pitch of an expert's rows.
+    __device__ __forceinline__ int pitch_of(int id) const { return id <= SHARED ? shared.shared_pitch : pitch; }
 };
 
 // The rows of a block: the rows from `first` on, `size` of them, of each of the block's experts, one after another. The
@@ -75,11 +84,9 @@ struct ExpertRows {
     const int* ids;
     int first, size;
 
-    __device__ __forceinline__ int row_of(int expert, int place) const {
-        return matrix.row_of<GATED>(GATED ? ids[expert] : 0, first + place);
-    }
     __device__ __forceinline__ const int8* address(int expert, int place) const {
-        return starts[expert] + static_cast<size_t>(row_of(expert, place)) * matrix.pitch;
+        const int id = ids[expert], row = matrix.row_of<GATED>(id, first + place);
+        return starts[expert] + static_cast<size_t>(row) * matrix.pitch_of(id);
     }
 };
 

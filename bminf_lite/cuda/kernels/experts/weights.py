@@ -83,17 +83,22 @@ class ExpertMatrices:
 class SharedExpertWeights:
     """The matrices of an expert that every token has: int8, with the padding of the others, and without biases.
 
-    The fp32 result is multiplied by ``sigmoid(gate @ input)``, with ``gate`` fp32 ``[in]``, padded, or by 1 without it.
+    It may have several times the hidden values of another expert. The fp32 result is multiplied by
+    ``sigmoid(gate @ input)``, with ``gate`` fp32 ``[in]``, padded, or by 1 without it.
     """
 
     hidden: WeightRows
     down: WeightRows
     gate: cp.ndarray | None = None
 
+    def parts(self, down: ExpertMatrices) -> int:
+        """How many times the hidden values of an expert whose second matrices are ``down`` it has, rounded down."""
+        return self.down.in_features // down.in_features
 
-def shared_arguments(matrix: WeightRows | None) -> tuple[int, int]:
+
+def shared_arguments(matrix: WeightRows | None, parts: int) -> tuple[int, int, int, int]:
     """The members of ``SharedExpert`` in ``row_stream.cuh``."""
-    return (0, 0) if matrix is None else (matrix.matrix.data.ptr, address(matrix.scale))
+    return (0, 0, 0, 0) if matrix is None else (matrix.matrix.data.ptr, address(matrix.scale), parts, matrix.pitch)
 
 
 @dataclass(frozen=True)
