@@ -40,6 +40,7 @@ from measure_grammar import large_vocabulary
 
 from bminf_lite import backend
 from bminf_lite.api import Model, load
+from bminf_lite.backend.guesses import GuessPlace
 from bminf_lite.backend.quantization import Int8Weight
 from bminf_lite.backend.values import Placement
 from bminf_lite.bench.model import BenchModel, RandomWeights, random_model, read_shape
@@ -126,13 +127,13 @@ class ForcedGuesses:
         behind[ends] = (behind[ends] + 1) % vocab_size
         self.table = self.ops.array(behind)
 
-    def guess(self, cache: Any, batches: Sequence[Any], guesses: Any) -> None:
+    def guess(self, cache: Any, places: Sequence[GuessPlace]) -> None:
         """See :meth:`.DraftedNetwork.guess`."""
-        self.make(cache, batches, guesses)
+        self.make(cache, places)
         arrays = getattr(self.ops, "arrays", None)
         with arrays.current() if arrays is not None else nullcontext():
-            for place, batch in enumerate(batches):
-                guesses[place][...] = self.table[batch.context_lens]
+            for place in places:
+                place.guesses[...] = self.table[place.batch.context_lens]
 
 
 class RandomHeadWeights:

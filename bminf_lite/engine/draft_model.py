@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
+from ..backend.guesses import GuessPlace
 from ..backend.values import Array, ForwardBatch
 from ..layers.cache import KVCache
 from .drafts import Drafter
@@ -39,15 +40,15 @@ class DraftedNetwork:
         self.draft.read(batch, cache.part(self._others))
         return self.network(batch, cache.part(self._own), all_logits)
 
-    def guess(self, cache: KVCache, batches: Sequence[ForwardBatch], guesses: Sequence[Array]) -> None:
-        """Write the most likely tokens behind the newest ones of ``B`` sequences, one after another, to ``guesses``.
+    def guess(self, cache: KVCache, places: Sequence[GuessPlace]) -> None:
+        """Guess the tokens behind the newest ones of ``B`` sequences, one after another.
 
-        Each of the ``guesses`` is int32 ``[B]``. The first of as many steps ``batches`` has the newest tokens, each
-        other the guesses of the one before it. Nothing is copied to the host.
+        The step of the first place has the newest tokens, each other the guesses of the one before it. Nothing is
+        copied to the host.
         """
         own = cache.part(self._others)
-        for batch, out in zip(batches, guesses, strict=True):
-            self.ops.most_likely(self.draft(batch, own), out)
+        for place in places:
+            self.ops.guess(self.draft(place.batch, own), place.guesses, place.sampler)
 
 
 class HeadedNetwork(DraftedNetwork):
@@ -64,10 +65,10 @@ class HeadedNetwork(DraftedNetwork):
         self.head.read(batch, cache.part(self._others), features)
         return logits
 
-    def guess(self, cache: KVCache, batches: Sequence[ForwardBatch], guesses: Sequence[Array]) -> None:
+    def guess(self, cache: KVCache, places: Sequence[GuessPlace]) -> None:
         own, features = cache.part(self._others), None
-        for batch, out in zip(batches, guesses, strict=True):
-            features = self.head.guess(batch, own, features, out)
+        for place in places:
+            features = self.head.guess(place, own, features)
 
 
 class Guesses(Protocol):

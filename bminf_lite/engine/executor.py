@@ -158,7 +158,7 @@ class Executor:
         self._grow_to(plan.num_blocks)
         inputs = plan.inputs
         guesses = self._captured_guesses(inputs) if plan.is_captured else self._guesses(inputs)
-        guesses.arrays.write(inputs, lambda rows: self.table.state(rows, SamplerVariant.GREEDY))
+        guesses.arrays.write(inputs)
         guesses.run()
         return guesses.arrays.guesses
 
@@ -169,7 +169,11 @@ class Executor:
     def _guesses(self, inputs: GuessInputs) -> CapturedGuesses:
         network = self.network
         assert isinstance(network, DraftedNetwork)
-        return CapturedGuesses(self.ops, inputs, partial(network.guess, self.cache))
+
+        def state(rows: Array, offsets: Array) -> SamplerState:
+            return self.table.state(rows, SamplerVariant.GREEDY, offsets)
+
+        return CapturedGuesses(self.ops, inputs, state, partial(network.guess, self.cache))
 
     def _captured_guesses(self, inputs: GuessInputs) -> CapturedGuesses:
         """Captured guesses of the inputs' size, which are made when they are first needed."""
@@ -215,7 +219,7 @@ class Executor:
                     self.ops.fetch(self.ops.sample(logits, state))()
             for guessed in guesses:
                 found = self._captured_guesses(guessed)
-                found.arrays.write(guessed, lambda rows: self.table.state(rows, SamplerVariant.GREEDY))
+                found.arrays.write(guessed)
                 found.run()
         self.cache.prepare_copies()  # what a prefix may need
         if self.encoder is not None:

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..backend.base import Backend
+from ..backend.guesses import GuessPlace
 from ..backend.sampling import SamplerState
 from ..backend.values import Array, ForwardBatch
 from .step_arrays import layout_of, pitch_of, split, up_to
+
+StateOfRows = Callable[[Array, Array], SamplerState]
+"""The sampler's state for some rows int32 ``[B]``, with offsets int32 ``[B]`` or None."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,23 @@ class GuessInputs:
 
 
 class GuessArrays:
-    """The same on the device: a batch for each guess, and the ``guesses`` int32 ``[count, pitch]``.
+    """The same on the device: a place for each guess, and the ``guesses`` int32 ``[count, pitch]`` of all.
 
-    ``own`` ``[count, B]`` are those of the sequences.
+    ``state`` gives the sampler's state for ``rows`` with ``offsets``, which is used whenever these guesses are made.
     """
 
-    def __init__(self, ops: Backend, inputs: GuessInputs):
+    def __init__(self, ops: Backend, inputs: GuessInputs, state: StateOfRows):
         self._ops = ops
         self._packed = ops.array(inputs.packed)
         count = inputs.size.sequences
         self.guesses: Array = ops.array(np.zeros((inputs.size.count, inputs.pitch), np.int32))
-        self.own = [row[:count] for row in self.guesses]
-        tokens, cu_seqlens, self._rows, self._context_lens, *tables = split(self._packed, inputs.shapes)
-        self.batches = [
+        own = [row[:count] for row in self.guesses]
+        tokens, cu_seqlens, rows, self._context_lens, *tables = split(self._packed, inputs.shapes)
+        offsets = ops.array(np.repeat(np.arange(inputs.size.count, dtype=np.int32)[:, None], inputs.pitch, axis=1))
+        self._sampler = state(rows, None)
+        batches = [
             ForwardBatch(
-                tokens=self.own[place - 1] if place else tokens[:count],
+                tokens=own[place - 1] if place else tokens[:count],
                 cu_seqlens=cu_seqlens,
                 context_lens=self._context_lens[place][:count],
                 block_tables=tuple(tables),
@@ -78,20 +84,23 @@ class GuessArrays:
             )
             for place in range(inputs.size.count)
         ]
+        self.places = [
+            GuessPlace(batch, guesses, state(rows[:count], own_offsets[:count]))
+            for batch, guesses, own_offsets in zip(batches, own, offsets, strict=True)
+        ]
 
-    def write(self, inputs: GuessInputs, state: Callable[[Array], SamplerState]) -> None:
-        """Set the integers for the work that is started from now on; ``state`` gives the sampler's for some rows."""
-        sampler = state(self._rows)
-        self._ops.write_step(self._packed, inputs.packed, inputs.size.sequences, sampler)
+    def write(self, inputs: GuessInputs) -> None:
+        """Set the integers for the work that is started from now on."""
+        self._ops.write_step(self._packed, inputs.packed, inputs.size.sequences, self._sampler)
         if (inputs.context_lens < 0).any():
-            self._ops.insert_positions(self._context_lens, sampler)
+            self._ops.insert_positions(self._context_lens, self._sampler)
 
 
 class CapturedGuesses:
     """Guesses of a fixed size: ``run`` makes them, and is captured."""
 
     def __init__(
-        self, ops: Backend, inputs: GuessInputs, guess: Callable[[Sequence[ForwardBatch], Sequence[Array]], None]
+        self, ops: Backend, inputs: GuessInputs, state: StateOfRows, guess: Callable[[Sequence[GuessPlace]], None]
     ):
-        self.arrays = GuessArrays(ops, inputs)
-        self.run = ops.capture(lambda: guess(self.arrays.batches, self.arrays.own))
+        self.arrays = GuessArrays(ops, inputs, state)
+        self.run = ops.capture(lambda: guess(self.arrays.places))

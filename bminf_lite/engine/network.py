@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..backend.base import Backend
+from ..backend.guesses import GuessPlace
 from ..backend.values import Array, ForwardBatch
 from ..layers.cache import KVCache
 
@@ -73,8 +74,8 @@ class DraftHead(Protocol):
         """Add a step's tokens to the cache, after the model has computed it."""
         ...
 
-    def guess(self, batch: ForwardBatch, cache: KVCache, features: Array, out: Array) -> Array:
-        """Write the token behind each sequence's to ``out`` int32 ``[B]``; returns what stands for its features.
+    def guess(self, place: GuessPlace, cache: KVCache, features: Array) -> Array:
+        """Guess the token behind each sequence's; returns what stands for its features.
 
         Without ``features``, those of the token before are used.
         """

@@ -27,6 +27,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.cache_values import StateArray
+from ..backend.guesses import GuessPlace
 from ..backend.values import Array, AttentionSpec, ForwardBatch, ShortConvolution
 from ..errors import CheckpointError, is_whole
 from ..layers.cache import CacheLayout, KeyValues, KVCache, State
@@ -275,18 +276,20 @@ class Eagle3Head:
             for layer in self.layers:
                 layer.read(self._embed(batch), before, cache, batch)
 
-    def guess(self, batch: ForwardBatch, cache: KVCache, features: Array, out: Array) -> Array:
-        """Write the most likely token behind each sequence's one of a step to ``out`` int32 ``[B]``.
+    def guess(self, place: GuessPlace, cache: KVCache, features: Array) -> Array:
+        """Guess the token behind each sequence's one of a step.
 
         Returns what stands for its features. Without ``features``, the token's are those that the step before has left.
         """
+        batch = place.batch
         with self.ops.step(batch):
             embedded = self._embed(batch)
             if features is None:  # what stands for this token's own is overwritten before anything reads it
                 features = self.ops.previous_rows(embedded, self.previous, cache.layers[1], batch)
             for layer in self.layers:
                 features = layer(embedded, features, cache, batch)
-            self.ops.most_likely(self.head.fp32(self.norm(features)), out, self.token_ids)
+            logits = self.head.fp32(self.norm(features))
+            self.ops.guess(logits, place.guesses, place.sampler, self.token_ids)
         return features
 
     def _embed(self, batch: ForwardBatch) -> Array:

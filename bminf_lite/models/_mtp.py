@@ -23,6 +23,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..backend.cache_values import StateArray
+from ..backend.guesses import GuessPlace
 from ..backend.values import Array, ForwardBatch, ShortConvolution
 from ..layers.cache import CacheLayout, KVCache, State, caches_of_layers
 from ..layers.linear import Columns, Linear
@@ -131,17 +132,18 @@ class MtpHead:
             before = self.ops.previous_rows(features.values, self.previous, cache.layers[-1], batch)
             self._stream(self.model.embed(batch), before, cache, batch, batch.last_positions is not None)
 
-    def guess(self, batch: ForwardBatch, cache: KVCache, features: Array, out: Array) -> Array:
-        """Write the most likely token behind each sequence's one of a step to ``out`` int32 ``[B]``.
+    def guess(self, place: GuessPlace, cache: KVCache, features: Array) -> Array:
+        """Guess the token behind each sequence's one of a step.
 
         Returns what stands for its features. Without ``features``, the token's are those that the step before has left.
         """
+        batch = place.batch
         with self.ops.step(batch):
             embedded = self.model.embed(batch)
             if features is None:  # what stands for this token's own is overwritten before anything reads it
                 features = self.ops.previous_rows(embedded, self.previous, cache.layers[-1], batch)
             hidden = self.norm(self._stream(embedded, features, cache, batch))
-            self.ops.most_likely(self.model.output.head.fp32(hidden), out)
+            self.ops.guess(self.model.output.head.fp32(hidden), place.guesses, place.sampler)
             return self._project(hidden)
 
     def _project(self, hidden: Array) -> Array:

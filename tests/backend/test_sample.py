@@ -17,6 +17,7 @@ from tolerances import assert_close
 
 from bminf_lite.backend import sampling
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.guesses import GUESS_HEAT
 from bminf_lite.backend.sampling import (
     MAX_LOGPROBS,
     NULL_ROW,
@@ -25,6 +26,7 @@ from bminf_lite.backend.sampling import (
     SamplerVariant,
     SequenceSampling,
     TokenScores,
+    random_words,
     state_of,
 )
 from bminf_lite.cuda.kernels import constants
@@ -216,19 +218,55 @@ def test_the_newest_tokens_take_the_places_of_minus_one(backend, seed, count, to
     np.testing.assert_array_equal(backend.host(after), np.where(before < 0, newest, before))
 
 
+def guessing(rng, count):
+    """A state for guesses, half of them with a temperature, and a logit at the edge of each row's draw is unlikely."""
+    state = random_sampler(rng, count, 9, False)
+    state.columns["temperature"] = rng.choice(np.array([0, 0.1, 0.7, 1, 5], np.float32), len(state.table))
+    return dataclasses.replace(state, offsets=rng.integers(0, 5, count).astype(np.int32))
+
+
 @given(SEEDS, st.integers(1, 40), st.sampled_from([1, 31, 2500]), st.booleans())
-def test_the_most_likely_tokens_or_what_stands_for_them(backend, seed, count, vocab, with_ids):
-    """The first of equal ones; 0 for a row without one."""
+def test_guesses_or_what_stands_for_them(backend, seed, count, vocab, with_ids):
+    """Of greedy sequences the most likely token, the first of equal ones; 0 for a row without one."""
     rng = np.random.default_rng(seed)
     logits = rng.integers(-3, 9, (count, vocab)).astype(np.float32)
     logits[rng.random(count) < 0.2, rng.integers(vocab)] = np.nan
     logits[rng.random(count) < 0.1] = -np.inf
-    ids = rng.integers(0, 1000, vocab).astype(np.int32)
-    out = backend.array(np.full((2, count), -5, np.int32))
-    backend.most_likely(padded(backend, logits), out[1], backend.array(ids) if with_ids else None)
-    expected = [int(row.argmax()) if np.isfinite(row.max()) else 0 for row in logits]
-    np.testing.assert_array_equal(backend.host(out)[1], ids[expected] if with_ids else expected)
-    assert (backend.host(out)[0] == -5).all()
+    ids, state = rng.integers(0, 1000, vocab).astype(np.int32), guessing(rng, count)
+    state.columns["temperature"] *= rng.random(len(state.table)) < 0.3
+    out, on_device = backend.array(np.full((2, count), -5, np.int32)), state.map(backend.array)
+    backend.guess(padded(backend, logits), out[1], on_device, backend.array(ids) if with_ids else None)
+    usable = np.isfinite(logits.max(axis=1))
+    expected = np.where(usable, logits.argmax(axis=1), 0)
+    certain = ~usable | (state.columns["temperature"][state.rows] == 0)
+    found = backend.host(out)
+    np.testing.assert_array_equal(found[1][certain], (ids[expected] if with_ids else expected)[certain])
+    assert (found[0] == -5).all()
+    np.testing.assert_array_equal(backend.host(on_device.table), state.table)  # nothing is drawn
+
+
+@given(SEEDS, st.integers(1, 40), st.sampled_from([1, 600, 2048, 32_000, 50_257]))
+def test_a_guess_is_the_draw_of_a_lower_temperature(backend, seed, count, vocab):
+    """Where the random word of the draw lies among the weights of all tokens, up to the rounding of sums."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((count, vocab)) * rng.choice([0.01, 1, 4])).astype(np.float32)
+    logits[:, rng.integers(0, vocab, 3)] += rng.choice([0, 3, 12])
+    logits[rng.random(logits.shape) < rng.choice([0, 0.5])] = -np.inf
+    logits[:, rng.integers(vocab)] = 1
+    state = guessing(rng, count)
+    out = backend.array(np.full(count, -5, np.int32))
+    backend.guess(padded(backend, logits), out, state.map(backend.array))
+    own = state.columns[state.rows]
+    words = random_words(own["seed"], own["sequence"], own["step"] + state.offsets) / 2**32
+    for x, token, word, temperature in zip(logits, backend.host(out), words, own["temperature"], strict=True):
+        if temperature == 0:
+            assert token == x.argmax()
+            continue
+        ends = np.cumsum(np.exp((x.astype(np.float64) - x.max()) / (GUESS_HEAT * temperature)))
+        ends /= ends[-1]
+        begin = ends[token - 1] if token else 0
+        # the exponential of a GPU is off by about 2e-6 at -87, and fp32 sums of 512 numbers by less
+        assert begin - 1e-4 <= word <= ends[token] + 1e-4 and (ends[token] > begin or vocab == 1)
 
 
 @given(SEEDS, st.integers(1, 600), st.integers(1, 9))

@@ -19,6 +19,7 @@ import bminf_lite
 from bminf_lite import models
 from bminf_lite.api import Model
 from bminf_lite.backend.base import Backend
+from bminf_lite.backend.guesses import GuessPlace
 from bminf_lite.engine.draft_model import HeadedNetwork
 from bminf_lite.engine.request import Request
 from bminf_lite.engine.speculative import SpeculativeConfig
@@ -80,12 +81,13 @@ def correct_some(monkeypatch: pytest.MonkeyPatch, requests: Sequence[Request]) -
             place = (known * 7) % 5  # the first draft that stays wrong
             behind[position, one.output_tokens[known - 1]] = one.output_token_ids[known:][:place]
 
-    def corrected(self: HeadedNetwork, cache: Any, batches: Sequence[Any], guesses: Sequence[np.ndarray]) -> None:
-        guess(self, cache, batches, guesses)
-        for column, newest in enumerate(zip(batches[0].context_lens.tolist(), batches[0].tokens.tolist(), strict=True)):
-            right = behind.get(newest, [])[: len(guesses)]
-            for row, token in zip(guesses, right, strict=False):
-                row[column] = token
+    def corrected(self: HeadedNetwork, cache: Any, places: Sequence[GuessPlace]) -> None:
+        guess(self, cache, places)
+        batch = places[0].batch
+        for column, newest in enumerate(zip(batch.context_lens.tolist(), batch.tokens.tolist(), strict=True)):
+            right = behind.get(newest, [])[: len(places)]
+            for place, token in zip(places, right, strict=False):
+                place.guesses[column] = token
 
     monkeypatch.setattr(HeadedNetwork, "guess", corrected)
 

@@ -27,6 +27,7 @@ from tiny_models import RandomWeights
 
 from bminf_lite import models
 from bminf_lite.api import Model
+from bminf_lite.backend.guesses import GuessPlace
 from bminf_lite.engine import draft_control
 from bminf_lite.engine.draft_model import DraftedNetwork
 from bminf_lite.engine.drafts import Drafter
@@ -110,13 +111,14 @@ class ChosenGuesses(DraftedNetwork):
             tokens, start = request.output_token_ids, len(request.prompt_token_ids)
             self.behind |= {(start + i, token): tokens[i + 1 :] for i, token in enumerate(tokens)}
 
-    def guess(self, cache: Any, batches: Sequence[Any], guesses: Sequence[np.ndarray]) -> None:
-        newest = batches[0].context_lens.tolist(), batches[0].tokens.tolist()
+    def guess(self, cache: Any, places: Sequence[GuessPlace]) -> None:
+        batch = places[0].batch
+        newest = batch.context_lens.tolist(), batch.tokens.tolist()
         for column, place in enumerate(zip(*newest, strict=True)):
             right = self.behind.get(place, [])
-            for i, row in enumerate(guesses):
+            for i, one in enumerate(places):
                 is_right = i < len(right) and self.rng.random() < self.rate
-                row[column] = right[i] if is_right else self.rng.integers(VOCAB_SIZE)
+                one.guesses[column] = right[i] if is_right else self.rng.integers(VOCAB_SIZE)
 
 
 def result(request: Request) -> tuple[Any, ...]:

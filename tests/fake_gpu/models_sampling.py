@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from bminf_lite.backend.guesses import guess as guessed
 from bminf_lite.backend.sampling import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -150,12 +151,14 @@ def token_logprobs(call: Call) -> None:
 
 
 @model
-def most_likely(call: Call) -> None:
+def guess(call: Call) -> None:
     logits, (heads, parts) = np.array(logits_of(call, BLOCK_CHUNKS)), scratch_of(call, drawing=False)
     call.require(not heads.any(), "the scratch is not zero")
     parts[...] = JUNK
+    rows, offsets = (call.vector(name, batch_of(call), np.int32) for name in ("rows", "offsets"))
+    table = call.rows("table", int(rows.max()) + 1, ROW_WORDS, ROW_WORDS, np.int32, 128)
     with np.errstate(all="ignore"):
-        tokens = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), 0)
+        tokens = guessed(logits, SamplerState(table, rows, SamplerVariant.GREEDY, offsets=offsets))
     if call.tokens:
         tokens = call.vector("tokens", call.vocab, np.int32)[tokens]
     call.vector("result", batch_of(call), np.int32)[...] = tokens

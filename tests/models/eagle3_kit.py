@@ -78,8 +78,10 @@ def guesses_of(
     inputs.tokens[:own], inputs.context_lens[:, :own] = newest, np.array(positions) + np.arange(count)[:, None]
     for target, table in zip(inputs.tables, tables, strict=True):
         target[:] = table
-    arrays = GuessArrays(ops, inputs)
     table = ops.array(neutral_rows(1).view(np.int32).reshape(-1, ROW_WORDS))
-    arrays.write(inputs, lambda rows: SamplerState(table, rows, SamplerVariant.GREEDY))
-    network.guess(cache, arrays.batches, arrays.own)
+    arrays = GuessArrays(
+        ops, inputs, lambda rows, offsets: SamplerState(table, rows, SamplerVariant.GREEDY, offsets=offsets)
+    )
+    arrays.write(inputs)
+    network.guess(cache, arrays.places)
     return ops.host(arrays.guesses).T[:own]

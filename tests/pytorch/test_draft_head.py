@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 import bminf_lite
 from bminf_lite.backend.cpu import CpuBackend
+from bminf_lite.backend.guesses import GuessPlace
 from bminf_lite.backend.values import ForwardBatch
 from bminf_lite.checkpoint.draft_head import open_head
 from bminf_lite.cli import main
@@ -96,8 +97,8 @@ def test_each_step_is_a_guess_of_the_engine(norm_before_residual: bool) -> None:
             batch = ForwardBatch.packed(np.array, [[0]], [known + step], cache.tables(1, 16))
             with pytest.MonkeyPatch.context() as patch:
                 logits: list[np.ndarray] = []
-                patch.setattr(head.ops, "most_likely", lambda x, *_, logits=logits: logits.append(np.array(x)))
-                features = head.guess(batch, cache, features, None)
+                patch.setattr(head.ops, "guess", lambda x, *_, logits=logits: logits.append(np.array(x)))
+                features = head.guess(GuessPlace(batch, None, None), cache, features)
             expected = steps[step][0, known + step].numpy()
             np.testing.assert_allclose(logits[0][0], expected, atol=1e-4)  # fp32 sums of at most 48 terms
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..device import HostDevice
+from ..guesses import guess
 from ..sampling import SamplerState, score
 from ..sampling import sample as sample_tokens
 from ..values import Array
@@ -29,13 +30,12 @@ class SamplingOperations(HostDevice):
         """
         return score(logits, tokens).packed()
 
-    def most_likely(self, logits: Array, out: Array, ids: Array = None) -> None:
-        """Write the most likely token of each row of ``logits`` fp32 ``[n, vocab]`` to ``out`` int32 ``[n]``.
+    def guess(self, logits: Array, out: Array, sampler: SamplerState, ids: Array = None) -> None:
+        """Write what a draft model guesses, from its ``logits`` fp32 ``[n, vocab]``, to ``out`` int32 ``[n]``.
 
-        It is the first of equal ones, and 0 for a row with a NaN or whose largest logit is infinite. With ``ids`` int32
-        ``[vocab]``, what stands at its place there is written instead.
+        :mod:`..guesses` defines it. With ``ids`` int32 ``[vocab]``, what stands at its place there is written instead.
         """
-        tokens = np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), 0)
+        tokens = guess(logits, sampler)
         out[...] = tokens if ids is None else ids[tokens]
 
     def insert_last_tokens(self, tokens: Array, sampler: SamplerState) -> None:

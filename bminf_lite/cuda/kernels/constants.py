@@ -8,6 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ...backend.expert_values import GroupScore, MaskedScore, Score
+from ...backend.guesses import GUESS_HEAT
 from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
 from ...backend.values import GPTQ_BLOCK as GPTQ_BLOCK
 from ...backend.values import LATENT_SEGMENT as LATENT_SEGMENT
@@ -355,13 +356,15 @@ def attention_tile(capability: tuple[int, int], padded_head_dim: int, mask: Atte
     return 32 if padded_head_dim > 64 else 64
 
 
-def render_header(*enumerations: type[IntEnum], **numbers: int) -> str:
-    """A header with the enumerations and, as ``constexpr int``, the numbers."""
+def render_header(*enumerations: type[IntEnum], **numbers: int | float) -> str:
+    """A header with the enumerations and, as ``constexpr int`` or ``float``, the numbers."""
     lines = ["#pragma once"]
     for enumeration in enumerations:
         members = ", ".join(f"{member.name} = {member.value}" for member in enumeration)
         lines.append(f"enum {enumeration.__name__} : int {{ {members} }};")
-    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    for name, value in numbers.items():
+        kind, suffix = ("float", "f") if isinstance(value, float) else ("int", "")
+        lines.append(f"constexpr {kind} {name} = {value}{suffix};")
     return "\n".join(lines) + "\n"
 
 
@@ -476,6 +479,7 @@ HEADERS = {
         ROW_BYTES=SAMPLING_ROW_BYTES,
         BUCKETS=SAMPLING_BUCKETS,
         BUCKETS_PER_OCTAVE=SAMPLING_BUCKETS_PER_OCTAVE,
+        GUESS_HEAT=GUESS_HEAT,
     ),
 }
 """Headers by the name in an ``#include``."""

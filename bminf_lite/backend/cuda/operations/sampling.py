@@ -64,12 +64,13 @@ class CudaSamplingOperations(CudaDevice, SamplingOperations):
         addresses = positions.data.ptr, sampler.rows.data.ptr, sampler.table.data.ptr
         self.kernels.sampler.launch_insert_positions(*addresses, positions.shape[-1], positions.size, self.stream.ptr)
 
-    def most_likely(self, logits: Array, out: Array, ids: Array = None) -> None:
+    def guess(self, logits: Array, out: Array, sampler: SamplerState, ids: Array = None) -> None:
         logits = self.arrays.padded(logits)
         rows, vocab = logits.shape
         scratch = self._sampler_scratch(rows, vocab, greedy=True)
-        addresses = address(ids), out.data.ptr, scratch.data.ptr, self.stream.ptr
-        self.kernels.sampler.launch_most_likely(logits.data.ptr, pitch_of(logits), rows, vocab, *addresses)
+        state = sampler.rows.data.ptr, sampler.offsets.data.ptr, sampler.table.data.ptr
+        addresses = *state, address(ids), out.data.ptr, scratch.data.ptr, self.stream.ptr
+        self.kernels.sampler.launch_guess(logits.data.ptr, pitch_of(logits), rows, vocab, *addresses)
 
     def token_logprobs(self, logits: Array, tokens: Array) -> Array:
         logits = self.arrays.padded(logits)

@@ -19,7 +19,7 @@
 //   token_logprobs      log-probabilities of given tokens and of the most likely ones
 //   insert_last_tokens  the tokens that a step chose, as the input of the next
 //   write_step          both in one: the integers of a step from host memory, with the tokens that the last step chose
-//   most_likely         the most likely tokens alone, as the input of the next guess
+//   guess               what a draft model guesses (bminf_lite/backend/guesses.py), as the input of the next guess
 //   insert_guesses      guesses, as the drafts of a step
 //   insert_positions    positions that follow from the number of tokens that a sequence has got
 //   commit_drafts       updates the sequences of a step that checks drafts by what they get
@@ -84,9 +84,11 @@ __device__ __forceinline__ PartLogits load_part(const Arguments& a) {
 }
 
 // Stores the best token and the log-sum-exp of each warp's part, for the block that arrives last. The largest logit of
-// the part is found before any exponential is taken, so a logit takes one, and lanes add their sums as they are.
+// the part is found before any exponential is taken, so a logit takes one, and lanes add their sums as they are. They
+// are sums of exp(inverse_heat * (given - top)) where `top` is finite.
 template <bool ADJUSTED>
-__device__ __forceinline__ void store_parts(const Arguments& a, const PartLogits& own, int table_row) {
+__device__ __forceinline__ void store_parts(
+    const Arguments& a, const PartLogits& own, int table_row, float inverse_heat = 1.0f) {
     const int part = blockIdx.x * WARPS + threadIdx.x / WARP;
     if (part >= a.num_parts()) return;
     float largest = -INF_F, top = -INF_F;
@@ -117,7 +119,7 @@ __device__ __forceinline__ void store_parts(const Arguments& a, const PartLogits
 #pragma unroll
         for (int g = 0; g < PartLogits::GROUPS; ++g)
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) sum = __fadd_rn(sum, __expf(own.given[g][i] - top));
+            for (int i = 0; i < EACH; ++i) sum = __fadd_rn(sum, __expf((own.given[g][i] - top) * inverse_heat));
     } else {
 #pragma unroll
         for (int g = 0; g < PartLogits::GROUPS; ++g)
@@ -191,17 +193,61 @@ __global__ void __launch_bounds__(THREADS, PART_BLOCKS) token_logprobs(const Arg
     a.result[2 * a.result_pitch + blockIdx.y] = __float_as_int(log_probability(logit, best.top, log_sum));
 }
 
-// Each row's most likely token, or what tokens [vocab] has at its place unless it is null; uses logits, tokens, result
-// [batch] and the scratch. 0 stands for the token of a row that has none.
-__global__ void __launch_bounds__(THREADS, PART_BLOCKS) most_likely(const Arguments a) {
+// exp(exponent), not more than 1 or the sum of such numbers with `factor`, in units of 2^-WEIGHT_BITS.
+__device__ __forceinline__ u64 guess_weight(float exponent, float factor = 1.0f) {
+    return static_cast<u64>(__fmul_rn(__fmul_rn(factor, __expf(exponent)), 0x1p40f));
+}
+
+// What a draft model guesses of each row, or what tokens [vocab] has at its place unless it is null; uses logits, rows,
+// offsets, table, tokens, result [batch] and the scratch. 0 stands for the guess of a row that has none. The part with
+// the drawn position is found by the sums of all parts, and the token in it by its own logits.
+__global__ void __launch_bounds__(THREADS, PART_BLOCKS) guess(const Arguments a) {
+    static_assert(PART == THREADS && WEIGHT_BITS == 40, "a thread for each logit of a part");
+    __shared__ float largest;
+    __shared__ int drawn_part;
+    __shared__ u64 drawn_position;
     wait_on_dependent_grids();
     launch_dependent_grids();
-    store_parts<false>(a, load_part(a), NULL_ROW);
+    const SamplerRow& sequence = a.table[a.table_row()];
+    const float heat = sequence.temperature * GUESS_HEAT, inverse_heat = heat > 0.0f ? 1.0f / heat : 1.0f;
+    store_parts<false>(a, load_part(a), NULL_ROW, inverse_heat);
     if (!is_last_block(a)) return;
+
+    const auto write = [&](int token) { a.result[blockIdx.y] = a.tokens ? a.tokens[token] : token; };
     const MaxLogSumExp best = merged_parts(a);
-    if (threadIdx.x != 0) return;
-    const int token = fabsf(value_of(best.key)) < INF_F ? static_cast<int>(best.key) : 0;
-    a.result[blockIdx.y] = a.tokens ? a.tokens[token] : token;
+    if (threadIdx.x == 0) {
+        largest = value_of(best.key), drawn_part = -1;
+        write(fabsf(largest) < INF_F ? static_cast<int>(best.key) : 0);
+    }
+    __syncthreads();
+    if (!(heat > 0.0f && fabsf(largest) < INF_F)) return;
+
+    const int share = (a.num_parts() + THREADS - 1) / THREADS;
+    const int begin = threadIdx.x * share, end = min(begin + share, a.num_parts());
+    const auto part_weight = [&](int part) {
+        const MaxLogSumExp& found = a.parts()[part];
+        return found.top > -INF_F ? guess_weight((found.top - largest) * inverse_heat, found.sum) : 0;
+    };
+    u64 weight = 0;
+    for (int i = begin; i < end; ++i) weight += part_weight(i);
+    const Sum over_row = sum_over_block(weight);
+    unsigned rest;
+    const unsigned word = random_word(sequence.seed, sequence.sequence, sequence.step + a.offset());
+    u64 position = scaled_down(word, over_row.total, rest);
+    if (over_row.before <= position && position < over_row.before + weight) {
+        int part = begin;
+        for (position -= over_row.before; position >= part_weight(part); ++part) position -= part_weight(part);
+        drawn_part = part, drawn_position = position;
+    }
+    __syncthreads();
+    if (drawn_part < 0) return;  // no weight is a number
+
+    const int id = drawn_part * PART + threadIdx.x;
+    const float logit = id < a.vocab ? a.logits[size_t(blockIdx.y) * a.pitch + id] : -INF_F;
+    const u64 own = guess_weight((logit - largest) * inverse_heat);
+    const Sum over_part = sum_over_block(own);
+    position = min(drawn_position, over_part.total - 1);  // the sum of the part was rounded
+    if (over_part.before <= position && position < over_part.before + own) write(id);
 }
 
 // Three kernels change the integers of a step in place. They let the next one start before they have written, so only

@@ -25,7 +25,7 @@ DRAWING = ("best_token", "histogram", "cut_tail", "draw_token")
 OTHERS = (
     "top_logprobs",
     "token_logprobs",
-    "most_likely",
+    "guess",
     "insert_last_tokens",
     "insert_guesses",
     "insert_positions",
@@ -72,8 +72,8 @@ class Sampler:
         return self._module.kernel("token_logprobs")
 
     @functools.cached_property
-    def _most_likely(self) -> Kernel:
-        return self._module.kernel("most_likely")
+    def _guess(self) -> Kernel:
+        return self._module.kernel("guess")
 
     @functools.cached_property
     def _insert_guesses(self) -> Kernel:
@@ -166,14 +166,27 @@ class Sampler:
         """
         self._launch_of_parts(self._token_logprobs, logits, pitch, batch, vocab, tokens, result, scratch, stream)
 
-    def launch_most_likely(
-        self, logits: int, pitch: int, batch: int, vocab: int, ids: int, result: int, scratch: int, stream: int
+    def launch_guess(
+        self,
+        logits: int,
+        pitch: int,
+        batch: int,
+        vocab: int,
+        rows: int,
+        offsets: int,
+        table: int,
+        ids: int,
+        result: int,
+        scratch: int,
+        stream: int,
     ) -> None:
-        """Write each row's most likely token, or its element of ``ids`` int32 ``[vocab]``, to ``result`` ``[batch]``.
+        """Write each row's guess, or its element of ``ids`` int32 ``[vocab]``, to ``result`` int32 ``[batch]``.
 
-        ``ids`` may be 0, for none. The other arguments are those of :meth:`launch_token_logprobs`.
+        ``rows``, ``offsets`` and ``table`` are those of a ``SamplerState``; ``ids`` may be 0, for none. The other
+        arguments are those of :meth:`launch_token_logprobs`.
         """
-        self._launch_of_parts(self._most_likely, logits, pitch, batch, vocab, ids, result, scratch, stream)
+        state = rows, offsets, 0, table, 0, 0, 0
+        self._launch_of_parts(self._guess, logits, pitch, batch, vocab, ids, result, scratch, stream, state)
 
     def _launch_of_parts(
         self,
@@ -186,10 +199,10 @@ class Sampler:
         result: int,
         scratch: int,
         stream: int,
+        state: tuple[int, ...] = (0,) * 7,
     ) -> None:
         assert pitch % 4 == 0 and 0 < vocab <= MAX_VOCAB, (pitch, vocab)
         chunks, scratch_pitch = _chunks(vocab), _scratch_pitch(vocab, greedy=True)
-        state = (0,) * 7
         arguments = (logits, *state, result, tokens, scratch, scratch_pitch, vocab, pitch, chunks, batch)
         moved = 4 * batch * vocab
         grid = (-(-chunks // BLOCK_CHUNKS), batch)
