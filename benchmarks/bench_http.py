@@ -60,7 +60,7 @@ def minimal_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
         wanted = msgspec.json.decode(await request.body())
         prompt = server.prompts.encode(wanted["prompt"])
         params = SamplingParams(max_new_tokens=wanted["max_tokens"])
-        generation = await client.generate(GenerationRequest(prompt, params))
+        generation = await client.generate(GenerationRequest(prompt, params, is_streamed=True))
         text = TextStream(tokenizer, (), prompt.before_text(has_grammar=False))
         return EventStreamResponse(generation, lambda stream: write(stream, generation, text))
 

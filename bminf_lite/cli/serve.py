@@ -91,7 +91,7 @@ ENGINE_FAILED = 70
     "--http-workers",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="Processes that speak HTTP; by default one for four cores, four at most.",
+    help="Processes that speak HTTP, of each replica; by default one for four cores, four at most.",
 )
 @click.option(
     "--request-log",
@@ -197,10 +197,11 @@ def serve(
     require_safe(address, settings, allow_unauthenticated)
     if replicas > 1:
         from ..backend import replica_devices
+        from ..server.launcher import default_front_processes
         from ..server.replicas import replica_commands, serve_replicas
 
         commands = replica_commands(sys.argv[1:], replica_devices(device, replicas, gpus))
-        with closing(Listener(address, 1)) as front:
+        with closing(Listener(address, http_workers or default_front_processes(replicas))) as front:
             serve_replicas(commands, front, settings, seconds, lambda message: click.echo(message, err=True))
         return
     with (

@@ -19,9 +19,16 @@ from ..engine.request import Request
 from ..text.text_stream import TokenScores
 from .protocol import CompletionOutput, FrameReader, FromEngine, StepOutputs, ToEngine, frame
 
+WHOLE_TOKENS = 32
+"""Tokens of a completion that are sent together if its answer is read as a whole: for counts of what is generated."""
+
 
 class ServedCompletion:
-    """One of a request's completions: what the engine has generated, and what was sent of it."""
+    """One of a request's completions: what the engine has generated, and what was sent of it.
+
+    Of one that ``is_whole`` the first token is sent, for the time that it took, then :data:`WHOLE_TOKENS` together, and
+    the end; on a connection that reads all answers as a whole, the end alone.
+    """
 
     __slots__ = ("connection", "finish_reason", "id", "is_whole", "num_ready", "num_sent", "request", "told_prompt")
 
@@ -36,9 +43,11 @@ class ServedCompletion:
         self.told_prompt = False
 
     def on_update(self, request: Request) -> None:
-        """Note, in the engine's thread, what can be sent: of a completion that is read as a whole, its end."""
+        """Note, in the engine's thread, what can be sent."""
         if self.is_whole and request.finish_reason is None:
-            return
+            num_noted = self.num_ready
+            if self.connection.reads_whole or (num_noted and len(request.output_tokens) < num_noted + WHOLE_TOKENS):
+                return
         with self.connection.lock:
             self.num_ready = len(request.output_tokens)
             self.finish_reason = request.finish_reason

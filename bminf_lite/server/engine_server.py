@@ -438,7 +438,7 @@ class EngineServer:
         try:
             wanted = replace(submit.request, prompt=self._prompts.encode(submit.request.prompt))
             requests = self._builder.build(wanted, first_index=submit.first_index, matchers=matchers)
-            is_whole = connection.reads_whole and not wanted.ends_by_text
+            is_whole = (connection.reads_whole or not wanted.is_streamed) and not wanted.ends_by_text
             for id, request in zip(count(first_id), requests, strict=False):
                 completion = ServedCompletion(connection, id, request, is_whole)
                 request.on_update = completion.on_update

@@ -38,6 +38,7 @@ from .settings import ServerSettings
 MAX_RESTARTS = 5
 RESTART_SECONDS = 60.0
 """The server gives up when more than ``MAX_RESTARTS`` of its HTTP processes end within this many seconds."""
+CORES_PER_HTTP_PROCESS = 4
 _MAX_SHUTDOWN_SECONDS = 1_000_000
 """Eleven days, which every clock can wait for."""
 _KILL_SECONDS = 3.0
@@ -227,10 +228,19 @@ class Launcher:
                 signal.signal(number, handler)
 
 
-def default_http_workers() -> int:
-    """HTTP processes for this machine's cores; docs/server_design.md has the measurements behind it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores // 4))
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_http_workers(replicas: int = 1) -> int:
+    """HTTP processes for this machine's cores, each of ``replicas`` that share them; docs/server_design.md says why."""
+    return max(1, min(4, num_cores() // (CORES_PER_HTTP_PROCESS * replicas)))
+
+
+def default_front_processes(replicas: int) -> int:
+    """Front processes for this machine's cores: two for a replica, but no more than one for four cores."""
+    return max(1, min(2 * replicas, num_cores() // CORES_PER_HTTP_PROCESS))
 
 
 def launch(

@@ -274,7 +274,7 @@ def _plain(value: Any) -> list[int]:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
-def frame(message: ToEngine | FromEngine) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """A message as it goes over a socket."""
     buffer = bytearray(_LENGTH_BYTES)
     _encoder.encode_into(message, buffer, _LENGTH_BYTES)

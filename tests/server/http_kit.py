@@ -47,7 +47,8 @@ def tiny_app(client: EngineClient, settings: ServerSettings) -> ASGIApp:
 
     async def stream(request: Request) -> Response:
         count = msgspec.json.decode(await request.body())
-        generation = await client.generate(GenerationRequest(EncodedPrompt([1]), SamplingParams(max_new_tokens=count)))
+        params = SamplingParams(max_new_tokens=count)
+        generation = await client.generate(GenerationRequest(EncodedPrompt([1]), params, is_streamed=True))
         padding = b":" * (16 << 10) + b"\n" if request.url.path == "/wide" else b""
 
         async def write(events: EventStream) -> bytes:

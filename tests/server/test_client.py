@@ -50,7 +50,9 @@ def run(test: Callable[[EngineClient, FakeEngine], Awaitable[None]], **options: 
 
 
 def wanted(tokens: int, n: int = 1, prompt: tuple[int, ...] = (5, 7), **options: object) -> GenerationRequest:
-    return GenerationRequest(EncodedPrompt(list(prompt)), SamplingParams(max_new_tokens=tokens, **options), n)
+    return GenerationRequest(
+        EncodedPrompt(list(prompt)), SamplingParams(max_new_tokens=tokens, **options), n, is_streamed=True
+    )
 
 
 def test_every_token_arrives_once_and_in_order():
