@@ -10,8 +10,10 @@ prompts, answered by what ``bminf-lite batch`` runs, beside the same requests gi
 ``bench --offline`` does, each ``--runs`` times in turn. The time of a batch is that from the loaded model to the last
 row's answer.
 
-Each run prints a line of JSON with the tokens per second of all requests, and each part the ratio of medians. The
-folder is removed at the end.
+Each run prints a line of JSON with the tokens per second of all requests, and each part the ratio of medians; a run of
+``served`` also how many requests each replica has answered, and the microseconds of processor time that a request took
+in the engines' processes, the HTTP processes of all replicas, and the front processes. The folder is removed at the
+end, unless it is kept.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 import uvloop
 from http_load import Exchange, completion_request, connect, run
 from measure_loading import make_checkpoint
@@ -55,6 +58,9 @@ from bminf_lite.bench.serving import warm_up as warm_up_load
 NAME = "random"
 SERVE = "import sys; from bminf_lite.cli import main; main(sys.argv[1:])"
 READY_SECONDS = 300
+ENDED = "vllm:request_success_total{"
+METRICS_SECONDS = 0.5
+"""After a run, until all of its requests are counted."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +87,21 @@ def say(**values: Any) -> None:
 
 
 @contextmanager
-def serving(folder: Path, replicas: int, options: argparse.Namespace) -> Iterator[int]:
-    """A server whose replicas are all ready; its port."""
+def serving(folder: Path, replicas: int, options: argparse.Namespace) -> Iterator[tuple[int, psutil.Process]]:
+    """A server whose replicas are all ready: its port and its process."""
     arguments = ["serve", str(folder), "--port", "0", "--served-model-name", NAME, "--replicas", str(replicas)]
     arguments += ["--device", options.device, "--kv-cache", options.kv_cache, "--max-queue", str(1 << 16)]
     arguments += ["--limit", f"connections={1 << 16}", "--limit", f"requests={1 << 16}"]
     server = subprocess.Popen([sys.executable, "-c", SERVE, *arguments], stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     lines: list[str] = []
+    address = re.compile(rf"{'replicas are' if replicas > 1 else 'is'} served at http://[^ ]*:(\d+)")
     try:
-        port, ready = 0, 0
+        port, ready = 0, 0  # each replica of several says where it is served, too
         for line in server.stderr:
             lines.append(line)
             ready += bool(re.search(r"replica \d+ is ready", line))
-            if found := re.search(r" is served at http://[^ ]*:(\d+)", line):
+            if found := address.search(line):
                 port = int(found[1])
             if port and ready >= (replicas if replicas > 1 else 0):
                 break
@@ -106,7 +113,7 @@ def serving(folder: Path, replicas: int, options: argparse.Namespace) -> Iterato
             if time.monotonic() > deadline or server.poll() is not None:
                 raise RuntimeError(f"the server is not ready: {''.join(lines)}")
             time.sleep(0.1)
-        yield port
+        yield port, psutil.Process(server.pid)
     finally:
         server.send_signal(signal.SIGTERM)
         try:
@@ -121,6 +128,25 @@ def is_ready(port: int) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
+
+
+def answered(port: int, replicas: int) -> list[int]:
+    """How many completions each replica has ended, by its metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith(ENDED)]
+    own = ([line for line in lines if f'engine="{number}"' in line] for number in range(replicas))
+    return [int(sum(float(line.rpartition(" ")[2]) for line in found)) for found in own]
+
+
+def processor_seconds(server: psutil.Process) -> dict[str, float]:
+    """What the processes of a server have used so far: ``engines``, ``http`` for each of them, and ``front``."""
+    seconds = {"engines": 0.0, "http": 0.0, "front": 0.0}
+    for process in (server, *server.children(recursive=True)):
+        command = " ".join(process.cmdline())
+        kind = "http" if "http_process" in command else "front" if "server.front" in command else "engines"
+        times = process.cpu_times()
+        seconds[kind] += times.user + times.system
+    return seconds
 
 
 def send_share(port: int, bodies: Sequence[dict[str, Any]], parent: Connection) -> None:
@@ -139,10 +165,12 @@ def send_share(port: int, bodies: Sequence[dict[str, Any]], parent: Connection) 
     parent.send((sum(e.num_tokens for e in found), min(e.started for e in found), max(e.ended for e in found)))
 
 
-def tokens_per_second(port: int, requests: Requests, clients: int, salt: str) -> float:
+def tokens_per_second(port: int, requests: Requests, options: argparse.Namespace, salt: str) -> float:
     """Those of all requests, sent at once over HTTP by some processes."""
-    spawned = multiprocessing.get_context("spawn")
+    spawned, clients = multiprocessing.get_context("spawn"), options.clients
     bodies, pairs = requests.bodies(salt), [spawned.Pipe() for _ in range(clients)]
+    if options.stream:
+        bodies = [{**body, "stream": True, "stream_options": {"include_usage": True}} for body in bodies]
     processes = [
         spawned.Process(target=send_share, args=(port, bodies[share::clients], own))
         for share, (_, own) in enumerate(pairs)
@@ -164,11 +192,17 @@ def measure_served(folder: Path, requests: Requests, options: argparse.Namespace
     short = replace(requests, count=min(requests.count, 512), outputs=min(requests.outputs, 4))
     for replicas in map(int, options.replicas.split(",")):
         rates = []
-        with serving(folder, replicas, options) as port:
-            tokens_per_second(port, short, options.clients, f"{replicas}")
+        with serving(folder, replicas, options) as (port, server):
+            tokens_per_second(port, short, options, f"{replicas}")
             for number in range(options.runs):
-                rates.append(tokens_per_second(port, requests, options.clients, f"{replicas}-{number}"))
-                say(part="served", replicas=replicas, tokens_per_second=round(rates[-1], 1))
+                time.sleep(METRICS_SECONDS)
+                before, used = answered(port, replicas), processor_seconds(server)
+                rates.append(tokens_per_second(port, requests, options, f"{replicas}-{number}"))
+                each = {k: round(1e6 * (v - used[k]) / requests.count) for k, v in processor_seconds(server).items()}
+                time.sleep(METRICS_SECONDS)
+                shares = [after - b for after, b in zip(answered(port, replicas), before, strict=True)]
+                rate = round(rates[-1], 1)
+                say(part="served", replicas=replicas, tokens_per_second=rate, answered=shares, us_per_request=each)
         medians[replicas] = median(rates)
     first, *others = medians
     for other in others:
@@ -225,22 +259,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=128, help="of a prompt, and as many new ones")
     parser.add_argument("--clients", type=int, default=4, help="processes that send requests")
+    parser.add_argument("--keep", action="store_true", help="keep the folder, and use the checkpoint that is there")
+    parser.add_argument("--stream", action="store_true", help="served answers are streamed")
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args(arguments)
     config = read_shape(options.shape)
     requests = Requests(options.requests, options.tokens, options.tokens, config["vocab_size"])
     checkpoint = options.folder / NAME
-    os.makedirs(options.folder)
+    os.makedirs(options.folder, exist_ok=options.keep)
     try:
-        make_checkpoint(checkpoint, options.shape)
-        write_tokenizer(checkpoint, config["vocab_size"])
+        if not checkpoint.exists():
+            make_checkpoint(checkpoint, options.shape)
+            write_tokenizer(checkpoint, config["vocab_size"])
         parts = options.parts.split(",")
         if "served" in parts:
             measure_served(checkpoint, requests, options)
         if "batch" in parts:
             measure_batch(checkpoint, requests, options)
     finally:
-        shutil.rmtree(options.folder)
+        if not options.keep:
+            shutil.rmtree(options.folder)
 
 
 if __name__ == "__main__":
