@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,43 @@ def test_threads_and_processes_at_once(sources: Sources, cache: Path) -> None:
     assert [process.wait() for process in processes] == [0, 0]
     assert len(results) == 4 and all(symbols == results[0] for symbols in results)
     assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("source", ["scale.cu", "wrong.cu"])
+def test_threads_that_want_the_same_share_one_compilation(
+    source: str, sources: Sources, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the ranks of a model do; also an error, after which the next one compiles again."""
+    (sources.folder / "wrong.cu").write_text("__global__ void scale( {")
+    count, others = Count(monkeypatch), threading.Event()
+    compile_really = compiler._compile
+
+    def slowly(*args):
+        assert others.wait(60)
+        return compile_really(*args)
+
+    monkeypatch.setattr(compiler, "_compile", slowly)
+    found = []
+
+    def work() -> None:
+        try:
+            found.append(compiler.compile(source, "sm_80", NAMES, sources=sources, cache=cache))
+        except DeviceError as error:
+            found.append(error)
+
+    real_result = Future.result
+
+    def result(self):
+        others.set()  # the second thread waits for the first one's
+        return real_result(self)
+
+    monkeypatch.setattr(Future, "result", result)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert count.compilations == 1 and len(found) == 2 and found[0] is found[1]
+    assert not compiler._being_made
+    work()
+    assert count.compilations == (2 if source == "wrong.cu" else 1)

@@ -12,7 +12,9 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -122,6 +124,8 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "nvrtcGetLoweredName": (Program, ctypes.c_char_p, _STRINGS),
 }
 _COMPILATION_FAILED = 6
+_lock = threading.Lock()
+_being_made: dict[tuple[Path, str], Future[Cubin]] = {}
 
 
 @functools.cache
@@ -169,11 +173,32 @@ def compile(
     identity = [source_name, text, headers, options, list(name_expressions), version, installed]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     key = f"{Path(source_name).stem}-{arch}-{digest[:32]}.cubin"
-    if (stored := cubin_cache.read(folder, key)) is not None:
-        return _unpack(stored)
-    cubin = _compile(source_name, text, headers, options, name_expressions)
-    cubin_cache.write(folder, key, _pack(cubin))
-    return cubin
+
+    def make() -> Cubin:
+        if (stored := cubin_cache.read(folder, key)) is not None:
+            return _unpack(stored)
+        cubin = _compile(source_name, text, headers, options, name_expressions)
+        cubin_cache.write(folder, key, _pack(cubin))
+        return cubin
+
+    return _made_once((folder, key), make)
+
+
+def _made_once(key: tuple[Path, str], make: Callable[[], Cubin]) -> Cubin:
+    """What ``make`` returns or raises; threads that want the same at the same time, as ranks do, share one call."""
+    with _lock:
+        other = _being_made.get(key)
+        if other is None:
+            own = _being_made[key] = Future()
+    if other is not None:
+        return other.result()
+    try:
+        own.set_result(make())
+    except BaseException as error:
+        own.set_exception(error)
+    finally:
+        del _being_made[key]
+    return own.result()
 
 
 @functools.cache
