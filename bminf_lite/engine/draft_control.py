@@ -27,6 +27,11 @@ ROW_COST = 0.01
 """What a draft's row costs: the same table, 8 drafts instead of 4."""
 CREDIT, RATE, LIMIT = 1.0, 0.005, 2.0
 """The account at first, what a step adds to it, and its bound."""
+AHEAD_LIMIT = 10.0
+"""The bound where drafts are made on the device. These are about equally right everywhere in a text, but a check that
+brings two tokens on the average often brings one: with a bound of 2 such a row empties the account, and then nothing is
+checked for a hundred steps. Drafts of texts are right in some places and wrong in others, where what was saved before
+is not to be spent."""
 FORGETTING = 0.9
 """The weight of an earlier check relative to the next one."""
 SURE = 0.8
@@ -64,12 +69,15 @@ class DraftControl:
     """The account of one engine, and the acceptance of each running request.
 
     To make a draft takes ``draft_cost`` steps; the drafts of all sequences of a step are made at once. A check costs
-    ``step_cost`` beside its rows. If it is not ``adaptive``, all drafts are checked.
+    ``step_cost`` beside its rows, and ``limit`` bounds the account. If it is not ``adaptive``, all drafts are checked.
     """
 
-    def __init__(self, draft_cost: float = 0.0, adaptive: bool = True, step_cost: float = STEP_COST) -> None:
+    def __init__(
+        self, draft_cost: float = 0.0, adaptive: bool = True, step_cost: float = STEP_COST, limit: float = LIMIT
+    ) -> None:
         self.draft_cost = draft_cost
         self.step_cost = step_cost
+        self.limit = limit
         self.adaptive = adaptive
         self.account = CREDIT
         self.saved = 0.0
@@ -127,7 +135,7 @@ class DraftControl:
 
     def on_step(self) -> None:
         """Count a step, with or without drafts."""
-        self.account = min(self.account + RATE, LIMIT)
+        self.account = min(self.account + RATE, self.limit)
 
     def on_check(self, results: Sequence[tuple[Request, int, int]], num_sequences: int) -> None:
         """Count the check of a step: the requests with their numbers of drafts and of accepted drafts."""
@@ -136,7 +144,7 @@ class DraftControl:
         self.num_checks += 1
         self.spent += cost
         self.saved += saved
-        self.account = min(self.account + saved - cost, LIMIT)
+        self.account = min(self.account + saved - cost, self.limit)
         for request, drafts, accepted in results:
             acceptance = self._acceptance.get(request)
             if acceptance is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from .block_manager import BlockManager
 from .config import EngineConfig
-from .draft_control import AHEAD_COST, STEP_COST, DraftControl
+from .draft_control import AHEAD_COST, AHEAD_LIMIT, LIMIT, STEP_COST, DraftControl
 from .drafts import Drafter
 from .request import Request
 from .step import NO_TOKEN
@@ -29,8 +29,8 @@ class DraftPlanner:
         self.drafter = drafter
         self.control = DraftControl(adaptive=config.speculative.adaptive)
         if drafter is not None:
-            step_cost = AHEAD_COST if drafter.guesses_on_device else STEP_COST
-            self.control = DraftControl(drafter.draft_cost, config.speculative.adaptive, step_cost)
+            costs = (AHEAD_COST, AHEAD_LIMIT) if drafter.guesses_on_device else (STEP_COST, LIMIT)
+            self.control = DraftControl(drafter.draft_cost, config.speculative.adaptive, *costs)
 
     def may_draft(self, running: Sequence[Request]) -> bool:
         """Whether the next step may check drafts, as far as that is known before it is planned."""
