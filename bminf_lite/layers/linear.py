@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,8 @@ class Linear:
     """One product with the matrices ``names`` stacked along their outputs (so query, key and value are one product).
 
     ``names`` are checkpoint prefixes: each has a ``.weight`` and, if ``bias``, a ``.bias``. If the backend has
-    ``adapter_slots``, adapters may change the product. Raises ``CheckpointError`` for matrices that are not quantized
-    alike.
+    ``adapter_slots``, adapters may change the product. ``widths`` are the outputs of each matrix. Raises
+    ``CheckpointError`` for matrices that are not quantized alike.
     """
 
     def __init__(self, ops: Backend, weights: Weights, names: Sequence[str], bias: bool = False):
@@ -54,10 +55,10 @@ class Linear:
             self.weight = ops.weight(parts, biases)
         except ValueError as error:
             raise CheckpointError(f"{', '.join(names)}: {error}") from error
+        self.widths = [part.shape[0] for part in parts]
         if ops.adapter_slots is not None:
             tensors = tuple(f"{name}.weight" for name in names)
-            widths, features = [part.shape[0] for part in parts], parts[0].shape[1]
-            self.weight, bank = ops.with_adapters(self.weight, widths, features)
+            self.weight, bank = ops.with_adapters(self.weight, self.widths, parts[0].shape[1])
             ops.adapter_slots.sites.append(AdapterSite(tensors, partial(fitted, weights), bank))
 
     def __call__(self, x: Array) -> Array:
@@ -71,6 +72,27 @@ class Linear:
     def add_to(self, residual: Array, x: Array) -> Array:
         """``residual + self(x)``, fp32 ``[T, out]``; ``residual`` may be overwritten."""
         return self.ops.linear_add(x, self.weight, residual)
+
+
+class LinearParts:
+    """The products of the matrices ``names`` with one input: one product if the matrices are quantized alike.
+
+    A checkpoint may quantize them each in its own way, because their outputs are used apart.
+    """
+
+    def __init__(self, ops: Backend, weights: Weights, names: Sequence[str], bias: bool = False):
+        try:
+            self.products = [Linear(ops, weights, names, bias)]
+        except CheckpointError:
+            self.products = [Linear(ops, weights, [name], bias) for name in names]
+
+    def fp32(self, x: Array) -> list[Array]:
+        """``[T, in]`` -> fp32 ``[T, out]`` of each matrix, which may be columns of one array."""
+        found = []
+        for product in self.products:
+            y, ends = product.fp32(x), list(accumulate(product.widths))
+            found += [y[:, end - width : end] for width, end in zip(product.widths, ends, strict=True)]
+        return found
 
 
 class ColumnParallelLinear(Linear):

@@ -193,11 +193,12 @@ class _HookedBackend:
 
         A tensor that is stacked twice is there once.
         """
-        weight, tensors = self._ops.weight(parts, *args, **kwargs), tuple(dict.fromkeys(self.requested))
+        tensors = tuple(dict.fromkeys(self.requested))
+        self.requested.clear()
+        weight = self._ops.weight(parts, *args, **kwargs)
         self._tensors[id(weight)] = tensors  # a later weight with the same id replaces the entry
         if self._on_weight is not None:
             self._on_weight(tensors, parts)
-        self.requested.clear()
         return weight
 
 

@@ -120,6 +120,30 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_rows_may_be_columns_of_wider_rows(backend: Backend, tokens: int) -> None:
+    """As those of the product that makes compressed queries too; the norm of these reads columns as well."""
+    sizes, before = (4, 32, 32, 32, 256), 96
+    layers = [Layer(backend, sizes, length=tokens) for _ in range(2)]
+    layer, rng = layers[0], np.random.default_rng(1)
+    batch = ForwardBatch.packed(backend.array, [np.zeros(tokens)], [0], [layer.tables])
+    q, kv = layer.q[0], layer.kv[0]
+    compressed = rng.standard_normal((tokens, before)).astype(np.float32)
+    wide = backend.array(np.concatenate([compressed, kv], axis=1))
+    found = [
+        backend.host(backend.latent_attention(backend.array(q), rows, layer.spec, own.expand, own.cache, batch))
+        for own, rows in zip(layers, (backend.array(kv), wide[:, before:]), strict=True)
+    ]
+    np.testing.assert_array_equal(*found)
+    norm = Norm(backend.vector(rng.uniform(0.5, 1.5, before)), 1e-6)
+    weight = backend.weight([quantize_weight(rng.standard_normal((64, before)).astype(np.float32))])
+    products = [
+        backend.host(backend.linear(backend.norm(rows, norm), weight))
+        for rows in (backend.array(compressed), wide[:, :before])
+    ]
+    np.testing.assert_array_equal(*products)
+
+
 @pytest.mark.parametrize("position_scale", [None, PositionScale(0.3, 40)], ids=str)
 @pytest.mark.parametrize("int8", [False, True])
 def test_it_is_the_expanded_form(backend: Backend, int8: bool, position_scale: PositionScale | None) -> None:

@@ -12,7 +12,7 @@ from bminf_lite.backend.functions import rotate
 from bminf_lite.backend.quantization import Int8Weight, OutlierColumns, quantize_weight
 from bminf_lite.errors import CheckpointError
 from bminf_lite.layers.alibi import alibi_slopes
-from bminf_lite.layers.linear import Linear
+from bminf_lite.layers.linear import Linear, LinearParts
 from bminf_lite.layers.loading import RowTransform, TransformedWeights
 from bminf_lite.models._rotary import Rotary
 
@@ -48,6 +48,23 @@ def test_transformed_weights_change_the_outputs(kind: str):
     np.testing.assert_allclose(transformed, y[:, order] * factors, rtol=2e-3 if "outlier" in kind else 1e-5, atol=2e-3)
     other = Linear(Backend(), TransformedWeights(weights, {"b": RowTransform(order, factors)}), ["a"], True)(x)
     np.testing.assert_array_equal(other, y)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8 and float"])
+def test_matrices_that_are_quantized_alike_are_one_product(kind: str):
+    """Each part has the values of its own product, also where a checkpoint quantized the matrices in different ways."""
+    rng = np.random.default_rng(4)
+    first, second, biases = rng.standard_normal((6, 8)), rng.standard_normal((4, 8)), rng.standard_normal((2, 6))
+    x = rng.standard_normal((5, 8)).astype(np.float32)
+    matrices = {"a": quantize_weight(first.astype(np.float32)), "b": second.astype(np.float32)}
+    if kind == "int8":
+        matrices["b"] = quantize_weight(matrices["b"])
+    vectors = {"a.bias": biases[0], "b.bias": biases[1, :4]}
+    weights = SimpleNamespace(vector=vectors.__getitem__, weight=lambda name: matrices[name.removesuffix(".weight")])
+    parts = LinearParts(Backend(), weights, ["a", "b"], bias=True)
+    assert len(parts.products) == (1 if kind == "int8" else 2)
+    for name, found in zip("ab", parts.fp32(x), strict=True):
+        np.testing.assert_array_equal(found, Linear(Backend(), weights, [name], bias=True).fp32(x))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import cupy as cp
 import numpy as np
 
-from ...cuda.kernels.arrays import PAD, is_padded, round_up
+from ...cuda.kernels.arrays import PAD, is_aligned, is_padded, round_up
 
 MIN_STAGING_BYTES = 4096
 MAX_STAGINGS = 4
@@ -104,10 +104,16 @@ class Arrays:
         """``x`` ``[rows, columns]`` with padded, aligned rows: itself, or a copy."""
         if is_padded(x):
             return x
+        if len(x) == 1 and is_aligned(x):  # one row has no pitch
+            return x[0].reshape(1, -1)
         copy = self.rows(x.shape[0], x.shape[1], x.dtype)
         with self.current():
             copy[...] = x
         return copy
+
+    def aligned(self, x: cp.ndarray) -> cp.ndarray:
+        """The same for a kernel that takes rows at any pitch: columns of wider rows stay where they are."""
+        return x if len(x) > 1 and is_aligned(x) else self.padded(x)
 
     def download(self, x: cp.ndarray) -> Callable[[], np.ndarray]:
         """Start copying a contiguous array to pinned host memory, beside later work, which must not change it.

@@ -112,10 +112,10 @@ class LatentLaunches:
         return means
 
     def _fp32(self, x: Array) -> cp.ndarray:
-        """``x`` as padded fp32 rows."""
+        """``x`` as padded fp32 rows, or columns of such."""
         if isinstance(x, DeferredMatmul):
             return self.materializer.dequantize(x, np.float32)
-        values = self.arrays.padded(self.materializer.materialize(x))
+        values = self.arrays.aligned(self.materializer.materialize(x))
         if values.dtype == np.float32:
             return values
         out = self.arrays.rows(values.shape[0], values.shape[1], np.float32)

@@ -100,11 +100,12 @@ class Materializer:
     def as_residual(self, x: Array) -> ResidualStream:
         """``x`` as a residual stream. If a layer ends with a norm, the norm becomes the next layer's stream.
 
-        An array always maps to the same stream, so that the norms of its present value are known when it changes.
+        An array always maps to the same stream, so that the norms of its present value are known when it changes. It
+        may be columns of wider rows.
         """
         if isinstance(x, ResidualStream):
             return x
-        values = self.arrays.padded(self.materialize(x))
+        values = self.arrays.aligned(self.materialize(x))
         found: ResidualStream = self.kernels.step.streams.setdefault(values.data.ptr, ResidualStream(values))
         return found
 
@@ -130,9 +131,9 @@ class Materializer:
         )
 
     def to_half(self, x: Array, rotation: int = 1) -> cp.ndarray:
-        """``x`` as padded fp16 rows, transformed in blocks of ``rotation`` elements."""
+        """``x`` as padded fp16 rows, or columns of wider ones; transformed in blocks of ``rotation`` elements."""
         if isinstance(x, cp.ndarray) and x.dtype == HALF and rotation == 1:
-            return self.arrays.padded(x)
+            return self.arrays.aligned(x)
         if isinstance(x, DeferredMatmul) and rotation == 1:
             return self.dequantize(x, np.float16)
         out = self.arrays.rows(x.shape[0], x.shape[1], np.float16)

@@ -76,6 +76,12 @@ def is_padded(x: cp.ndarray) -> bool:
     return bool(x.strides == (pitch * x.itemsize, x.itemsize) and x.data.ptr % 16 == 0)
 
 
+def is_aligned(x: cp.ndarray) -> bool:
+    """Whether the rows of ``x`` need no padding and are aligned, at any pitch: columns of wider rows may be so."""
+    at_vectors = x.data.ptr % 16 == 0 and x.strides[0] % 16 == 0
+    return bool(at_vectors and x.shape[1] % PAD == 0 and x.strides[1] == x.itemsize)
+
+
 def nbytes_of(*arrays: cp.ndarray | None) -> int:
     """The sum of the arrays' bytes."""
     return sum(0 if x is None else x.nbytes for x in arrays)

@@ -13,7 +13,7 @@ from ...backend.cache_values import AnyCache, LatentCache
 from ...backend.communicator import shard
 from ...backend.values import Array, ForwardBatch, LatentSpec, PositionScale
 from ...layers.cache import Latent
-from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from ...layers.linear import ColumnParallelLinear, LinearParts, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights
 from ...layers.norm import NormLayer, rms_norm
 from .._rotary import Rotary
@@ -121,52 +121,40 @@ class LatentAttentionPart(Part):
             rope=rope,
             position_scale=self.position_scale,
         )
-        if self.q_rank is None:
-            queries = Queries(ColumnParallelLinear(ops, weights, [q], [self.query_features]))
-        else:
-            compress = Linear(ops, weights, [q_a], self.bias)
-            expand = ColumnParallelLinear(ops, weights, [q_b], [self.query_features])
-            queries = Queries(expand, compress, rms_norm(ops, weights, q_norm, NORM_EPS))
+        is_compressed = self.q_rank is not None
         return LatentAttention(
             ops,
             spec,
-            queries,
-            Linear(ops, weights, [kv_a], self.bias),
+            LinearParts(ops, weights, [q_a, kv_a] if is_compressed else [kv_a], self.bias),
+            ColumnParallelLinear(ops, weights, [q_b if is_compressed else q], [self.query_features]),
+            rms_norm(ops, weights, q_norm, NORM_EPS) if is_compressed else None,
             ops.latent_weight(own_heads.apply_to_matrix(weights.weight(f"{kv_b}.weight")), spec),
             RowParallelLinear(ops, weights, out, self.bias),
         )
 
 
 @dataclass(frozen=True)
-class Queries:
-    """``expand(x)``, or ``expand(norm(compress(x)))``."""
-
-    expand: Linear
-    compress: Linear | None = None
-    norm: NormLayer | None = None
-
-    def __call__(self, x: Array) -> Array:
-        """``[T, features]`` -> ``[T, query_features]``."""
-        if self.compress is None or self.norm is None:
-            return self.expand(x)
-        return self.expand(self.norm(self.compress.fp32(x)))
-
-
-@dataclass(frozen=True)
 class LatentAttention:
-    """Computes :class:`LatentAttentionPart`."""
+    """Computes :class:`LatentAttentionPart`.
+
+    ``compress`` makes the rows of latents, and before them what ``q_norm`` normalises and ``queries`` expands; without
+    a ``q_norm`` that reads the input itself. ``expand`` is the matrix that expands latents.
+    """
 
     ops: Backend
     spec: LatentSpec
-    queries: Queries
-    rows: Linear
+    compress: LinearParts
+    queries: ColumnParallelLinear
+    q_norm: NormLayer | None
     expand: Any
     out: RowParallelLinear
 
     def hidden(self, x: Array, cache: AnyCache, batch: ForwardBatch, only_last: bool) -> Array:
         """The heads' outputs ``[T, heads * value_dim]``, which ``out`` reads; with ``only_last`` of last tokens."""
         assert isinstance(cache, LatentCache)
-        found = self.ops.latent_attention(self.queries(x), self.rows.fp32(x), self.spec, self.expand, cache, batch)
+        *compressed, rows = self.compress.fp32(x)
+        q = self.queries(x if self.q_norm is None else self.q_norm(compressed[0]))
+        found = self.ops.latent_attention(q, rows, self.spec, self.expand, cache, batch)
         return self.ops.last_tokens(found, batch) if only_last else found
 
     def fp32(self, hidden: Array) -> Array:

@@ -51,7 +51,7 @@ class CudaAttentionOperations(CudaStepOperations, AttentionOperations):
     def _gate_and_heads(self, qkv: Array, spec: AttentionSpec) -> tuple[cp.ndarray, cp.ndarray]:
         """The gates of the outputs, in rows at any pitch, and the heads."""
         rows, width = self.materializer.to_half(qkv), spec.gate_features
-        return rows[:, :width], self.arrays.padded(rows[:, width:])
+        return rows[:, :width], self.arrays.aligned(rows[:, width:])
 
     def last_token_attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         """The kernel for one token per sequence computes it, with the bits that several tokens get."""

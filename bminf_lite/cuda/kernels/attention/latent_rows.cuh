@@ -83,7 +83,7 @@ __device__ __forceinline__ void prepare_latent_row(
     }
     const float* const row = p.kv + token * p.kv_pitch;
     float latent[1][8];
-    load_row8(row, thread * 8, p.rank, static_cast<int>(p.kv_pitch), latent[0]);
+    load_row8(row, thread * 8, p.rank, p.rank, latent[0]);
     for (int pair = thread; pair < half; pair += THREADS) {
         float low = row[p.rank + pair], high = row[p.rank + half + pair], cosine, sine;
         rope_angle(position, p.frequencies[pair], p.rope_scale, cosine, sine);
