@@ -31,3 +31,13 @@ def test_every_case(capsys: pytest.CaptureFixture[str], tmp_path: Path, more: tu
     assert head["rank"] == 4
     assert [case["case"] for case in cases] == ["one sequence", "3 streams", "prompt of 40", "adapter on the host"]
     assert all(0 < case["speed"] < 10 for case in cases[:3])
+
+
+def test_the_kernels_of_a_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (shape := tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    options = ["--rank", "4", "--slots", "2", "--streams", "3", "--prompt", "40", "--new", "6", "--cases", "streams"]
+    measure_adapters.main(["--shape", str(shape), "--device", "cpu", *options, "--trace"])
+    title, *rows, _, _ = capsys.readouterr().out.splitlines()
+    assert title.startswith("streams:")
+    counts = {row.split(maxsplit=4)[4]: row.split()[:3:2] for row in rows}
+    assert counts["all"][0] == counts["all"][1] != "0"
