@@ -57,7 +57,7 @@ TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/prefi
 """Each tiling is a family of its own, and the selection is one of tilings."""
 SHARED = ("attention/decode.cu", "attention/latent.cu", "attention/latent_few.cu", "gemm/float_gemm.cu")
 """Each architecture compiles a share of the families."""
-ADAPTED_SPILL = 192
+ADAPTED_SPILL = 384
 """Bytes that ``gemm_hopper_adapted`` may spill with the widest tiles: around the loop over a tile's columns."""
 SMALL_ADAPTED_SPILL = {"shrink_many_rows": 8, "grouped_gemm_adapted": 32}
 """Bytes that these may spill: the first on 8.6 and 8.9, the second on 9.0, which has a kernel of its own."""

@@ -46,6 +46,10 @@ struct SideProduct {
     __device__ __forceinline__ int section(int output) const {
         return (output >= end0) + (output >= end1) + (output >= end2);
     }
+    // The output behind the last one of a section.
+    __device__ __forceinline__ int end(int section) const {
+        return section == 0 ? end0 : section == 1 ? end1 : section == 2 ? end2 : outputs;
+    }
     __device__ __forceinline__ const char* adapter(int slot) const { return adapters + (slot - 1) * adapter_stride; }
     __device__ __forceinline__ int rank(int slot) const {
         return slot > 0 ? *reinterpret_cast<const int*>(adapter(slot)) : 0;

@@ -151,21 +151,62 @@ struct EpilogueScales {
             if constexpr (BIAS) c.bias[n] = *reinterpret_cast<const float2*>(bias + from);
         }
     }
+    // The same of a tile that lies inside the matrix.
+    template <int WIDTH, int COUNT, bool BIAS>
+    __device__ __forceinline__ void load_inside(Channels<COUNT, BIAS>& c, int column, int first) const {
+        const int own = column + threadIdx.x % 4 * 2 + (first < WIDTH ? 0 : columns);
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            c.scale[n] = reinterpret_cast<const float2*>(w_scale + own)[(first + n) % WIDTH * 4];
+            if constexpr (BIAS) c.bias[n] = reinterpret_cast<const float2*>(bias + own)[(first + n) % WIDTH * 4];
+        }
+    }
 };
+
+// Words that are loaded while the product is computed, so that what lies around them is in the L1 cache for the
+// epilogue.
+struct Touched {
+    unsigned words = 0;
+
+    __device__ __forceinline__ void add(const void* p) {
+        unsigned x;
+        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p));
+        words ^= x;
+    }
+    // The scales and biases of a tile of GROUPS groups, of which WIDTH lie at `column`: each thread has one group.
+    template <int GROUPS, int WIDTH>
+    __device__ __forceinline__ void add_channels(const EpilogueScales& scaling, int column) {
+        const int group = threadIdx.x, channel = column + group % WIDTH * 8 + (group < WIDTH ? 0 : scaling.columns);
+        if (group >= GROUPS) return;
+        add(scaling.w_scale + min(channel, scaling.channels - 1));
+        if (scaling.bias) add(scaling.bias + min(channel, scaling.channels - 1));
+    }
+    // Keeps the compiler from dropping the loads.
+    __device__ __forceinline__ void wait() const {
+        asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0x7fff7fff;\n@p nanosleep.u32 0;\n}" ::"r"(words));
+    }
+};
+
+// How the side product of a warp's rows with a tile is computed: of any slots; of one; or of one with RANKS ranks,
+// where the tile lies inside the matrix, and its gate and its up, or the whole of it, inside a section.
+enum class SidePath { SEVERAL, ONE, PLAIN };
 
 // The rows of a warp without a side product.
 struct NoSideRows {
-    static constexpr bool several = false;
     __device__ __forceinline__ NoSideRows(const NoSide&, int, int) {}
-    __device__ __forceinline__ void touch(int, int) {}
+    __device__ __forceinline__ void touch(const EpilogueScales&, int) {}
     __device__ __forceinline__ void begin(int, int) {}
 };
 
 // The side product of a warp's 16 rows with its GROUPS groups of a tile, BATCH of them at a time, which belong to one
 // section. Of a slot that some of the rows have, tensor cores multiply the inputs of all rows by 8 outputs of `up`, and
 // a lane gets the sums for the same rows and channels as it has of the product.
+//
+// The epilogue is bound by its instructions: rows of one slot go on from batch to batch by a pointer, and the usual
+// case has a path of its own.
 template <int GROUPS, int WIDTH, int BATCH>
 struct SideRows {
+    static_assert(WIDTH % BATCH == 0, "gate and up have batches of their own");
     static constexpr int NONE = 0xffff;     // the slot of rows that do not exist
     static constexpr int MOST_TOUCHED = 2;  // times RANKS: more of `up` does not stay in the L1 cache
     // This lane's ranks of both of its rows' inputs.
@@ -180,11 +221,15 @@ struct SideRows {
     int row, rows;    // this lane's first row, and of all rows
     unsigned own;     // the slots of this lane's two rows
     int first, rank;  // the least slot of the rows, and its rank
-    bool several;     // whether there are others
+    SidePath path;
     int column, columns;
-    unsigned touched = 0;
-    Inputs inputs;        // the first ranks for the next batch, if there is one slot
-    UpRows<BATCH> ahead;  // of the next batch, if there is one slot
+    Touched touched;
+    // If there is one slot:
+    const __half* up;     // this lane's ranks of the batch that was loaded last; if PLAIN, of the first one
+    int section, end;     // the present section, and the group behind it
+    Inputs inputs;        // the first ranks for the next batch
+    Inputs inputs_of_up;  // if PLAIN
+    UpRows<BATCH> ahead;  // of the next batch
 
     __device__ __forceinline__ SideRows(const SideProduct& side, int row, int rows) : side(side), row(row), rows(rows) {
         own = (row < rows ? side.slots[row] : NONE) | (row + 8 < rows ? side.slots[row + 8] : NONE) << 16;
@@ -199,21 +244,9 @@ struct SideRows {
     __device__ __forceinline__ int output_of(int group) const {
         return min(column + group % WIDTH * 8 + (group < WIDTH ? 0 : columns), side.outputs - COUNT * 8);
     }
-    template <int COUNT>
-    __device__ __forceinline__ int section_of(int group) const {
-        return side.section(output_of<COUNT>(group));
-    }
     __device__ __forceinline__ Inputs load_inputs(int section, int at) const {
         return {
             side.input_ranks(min(row, rows - 1), section, at), side.input_ranks(min(row + 8, rows - 1), section, at)};
-    }
-    template <int COUNT>
-    __device__ __forceinline__ void load_up(UpRows<COUNT>& x, int slot, int rank, int group, int at) const {
-        const __half* up = side.up(slot, rank) +
-                           (output_of<COUNT>(group) + threadIdx.x % WARP / 4) * static_cast<size_t>(rank) + at +
-                           threadIdx.x % 4 * 4;
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n, up += 8 * rank) x.of[n] = ld_global_nc_v2(up);
     }
     template <int COUNT>
     __device__ __forceinline__ static void multiply(
@@ -221,58 +254,88 @@ struct SideRows {
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) mma_ranks(d[n], inputs.low, inputs.high, x.of[n]);
     }
-    // Brings a part of what the tile that begins at `column` needs of `up` to the L1 cache, while the product is
-    // computed; the block's warps have the other parts, if their rows have the same slot. up lies `columns` behind the
-    // gate.
-    __device__ __forceinline__ void touch(int column, int columns) {
-        this->column = column, this->columns = columns;
+    // Brings a part of what the tile that begins at `column` needs of the scales, of the bias and of `up` to the L1
+    // cache, while the product is computed; the block's warps have the other parts, of `up` if their rows have the same
+    // slot.
+    __device__ __forceinline__ void touch(const EpilogueScales& scaling, int column) {
+        this->column = column, columns = scaling.columns;
+        touched.add_channels<GROUPS, WIDTH>(scaling, column);
         const int slot = slot_behind(-1), rank = rank_of(slot), sectors = rank / RANKS;
         if (sectors == 0 || sectors > MOST_TOUCHED) return;
         const __half* up = side.up(slot, rank);
 #pragma unroll 1
         for (int i = threadIdx.x; i < GROUPS * 8 * sectors; i += WARPS * WARP) {
             const int output = min(output_of<1>(i / sectors / 8) + i / sectors % 8, side.outputs - 1);
-            touched ^= ld_global_nc(up + static_cast<size_t>(output) * rank + i % sectors * RANKS);
+            touched.add(up + static_cast<size_t>(output) * rank + i % sectors * RANKS);
         }
     }
     // Loads the operands of the first batch of a tile that begins at `column`; up lies `columns` behind the gate.
     __device__ __forceinline__ void begin(int column, int columns) {
         this->column = column, this->columns = columns;
-        use(touched);
-        first = slot_behind(-1), several = slot_behind(first) != NONE;
+        touched.wait();
+        first = slot_behind(-1);
+        path = slot_behind(first) != NONE ? SidePath::SEVERAL : SidePath::ONE;
         rank = rank_of(first);
-        if (rank && !several) load_up(ahead, first, rank, 0, 0), inputs = load_inputs(section_of<BATCH>(0), 0);
+        if (!rank || path == SidePath::SEVERAL) return;
+        up = side.up(first, rank) + (column + threadIdx.x % WARP / 4) * static_cast<size_t>(rank) + threadIdx.x % 4 * 4;
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n) ahead.of[n] = {};
+        load_batch(0, 0);
+        enter_section(0);
+        if (rank != RANKS || end < WIDTH || column + WIDTH * 8 > columns) return;
+        if constexpr (GROUPS > WIDTH) {
+            const int output = column + columns, of_up = side.section(output);
+            if (side.end(of_up) < output + WIDTH * 8) return;
+            inputs_of_up = load_inputs(of_up, 0);
+        }
+        path = SidePath::PLAIN;
     }
-    // The sums of the batch of groups from `group` on, if the rows have one slot.
+    // The sums of the batch of groups from `group` on, if the path is PLAIN.
+    __device__ __forceinline__ void products_of_plain(int group, float (&d)[BATCH][4]) {
+        const UpRows<BATCH> x = ahead;
+        const int next = group + BATCH;
+        if (next < GROUPS) {
+            const __half* from = next < WIDTH ? up : up + static_cast<size_t>(columns) * RANKS;
+#pragma unroll
+            for (int n = 0; n < BATCH; ++n) ahead.of[n] = ld_global_nc_v2(from + (next + n) % WIDTH * 8 * RANKS);
+        }
+        multiply(d, group < WIDTH ? inputs : inputs_of_up, x);
+    }
+    // The same if the path is ONE.
     __device__ __forceinline__ void products(int group, float (&d)[BATCH][4]) {
         if (!rank) return;
-        const int section = section_of<BATCH>(group);
         UpRows<BATCH> x = ahead;
         Inputs left = inputs;
 #pragma unroll 1
         for (int at = RANKS; at < rank; at += RANKS) {
-            load_up(ahead, first, rank, group, at);
+            load_batch(group, at);
             multiply(d, left, x);
             x = ahead, left = load_inputs(section, at);
         }
-        if (group + BATCH < GROUPS) load_up(ahead, first, rank, group + BATCH, 0);
+        const int next = group + BATCH;
+        if (next < GROUPS) {
+            up += static_cast<size_t>(BATCH * 8) * rank;
+            if (next == WIDTH) up += static_cast<size_t>(columns - WIDTH * 8) * rank;
+            load_batch(next, 0);
+        }
         multiply(d, left, x);
-        if (group + BATCH >= GROUPS) return;
-        const int next = section_of<BATCH>(group + BATCH);
-        if (next != section) inputs = load_inputs(next, 0);
+        if (next < GROUPS && (next == WIDTH || next == end)) enter_section(next);
     }
-    // The sums of the groups from `group` on if there are several.
+    // The sums of the groups from `group` on, of any slots.
     template <int COUNT>
     __device__ __forceinline__ void products_of_several(int group, float (&found)[COUNT][4]) const {
-        const int section = section_of<COUNT>(group);
+        const int output = output_of<COUNT>(group), section = side.section(output);
 #pragma unroll 1
         for (int now = first; now != NONE; now = slot_behind(now)) {
             const int rank = rank_of(now);
+            const __half* up = side.up(now, rank) + (output + threadIdx.x % WARP / 4) * static_cast<size_t>(rank) +
+                               threadIdx.x % 4 * 4;
             float d[COUNT][4] = {};
 #pragma unroll 1
             for (int at = 0; at < rank; at += RANKS) {
                 UpRows<COUNT> x;
-                load_up(x, now, rank, group, at);
+#pragma unroll
+                for (int n = 0; n < COUNT; ++n) x.of[n] = ld_global_nc_v2(up + at + n * 8 * rank);
                 multiply(d, load_inputs(section, at), x);
             }
 #pragma unroll
@@ -284,14 +347,21 @@ struct SideRows {
     }
 
 private:
-    __device__ __forceinline__ static unsigned ld_global_nc(const void* p) {
-        unsigned x;
-        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p));
-        return x;
+    // Loads `up` for the batch of groups from `group` on, where it begins, and the ranks from `at` on. Two groups exist
+    // together, as sections have multiples of 32 outputs; what a lane has of others is not written.
+    __device__ __forceinline__ void load_batch(int group, int at) {
+        static_assert(BATCH % 2 == 0);
+        const __half* from = up + at;
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n, from += 8 * rank)
+            if ((group + n) / 2 * 2 % WIDTH * 8 < columns - column) ahead.of[n] = ld_global_nc_v2(from);
     }
-    // Keeps the compiler from dropping the loads of x.
-    __device__ __forceinline__ static void use(unsigned x) {
-        asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0x7fff7fff;\n@p nanosleep.u32 0;\n}" ::"r"(x));
+    // The section of the batch of groups from `group` on begins, or that of up.
+    __device__ __forceinline__ void enter_section(int group) {
+        const int output = output_of<1>(group);
+        section = side.section(output);
+        end = group + (side.end(section) - output) / 8;
+        inputs = load_inputs(section, 0);
     }
 };
 
@@ -348,19 +418,28 @@ struct ScaledTile {
     }
 
     // next: the operands of the first COUNT groups.
-    template <bool SEVERAL, int COUNT, bool BIAS, class Rows, class F>
+    template <SidePath PATH, int COUNT, bool BIAS, class Rows, class F>
     __device__ __forceinline__ void scale_groups(
         const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2], Channels<COUNT, BIAS> next,
         Rows& side, const F& then) {
 #pragma unroll
         for (int first = 0; first < N; first += COUNT) {
             const Channels<COUNT, BIAS> channels = next;
-            if (first + COUNT < N) scaling.load<Layout::WIDTH>(next, column, first + COUNT);
+            if (first + COUNT < N) {
+                if constexpr (PATH == SidePath::PLAIN)
+                    scaling.load_inside<Layout::WIDTH>(next, column, first + COUNT);
+                else
+                    scaling.load<Layout::WIDTH>(next, column, first + COUNT);
+            }
             float sums[COUNT][4] = {};
-            if constexpr (SEVERAL)
-                side.products_of_several(first, sums);
-            else if constexpr (HAS_SIDE)
-                side.products(first, sums);
+            if constexpr (HAS_SIDE) {
+                if constexpr (PATH == SidePath::SEVERAL)
+                    side.products_of_several(first, sums);
+                else if constexpr (PATH == SidePath::PLAIN)
+                    side.products_of_plain(first, sums);
+                else
+                    side.products(first, sums);
+            }
 #pragma unroll
             for (int n = 0; n < COUNT; ++n)
 #pragma unroll
@@ -377,14 +456,19 @@ struct ScaledTile {
     __device__ __forceinline__ void scale(
         const int (&c)[N][4], const EpilogueScales& scaling, const float (&x_scale)[2],
         const Channels<BATCH, BIAS>& next, Rows& side, const F& then) {
-        if constexpr (HAS_SIDE)
-            if (side.several) {
-                Channels<2, BIAS> few;
-                scaling.load<Layout::WIDTH>(few, column, 0);
-                scale_groups<true>(c, scaling, x_scale, few, side, then);
+        if constexpr (HAS_SIDE) {
+            if (side.path == SidePath::PLAIN) {
+                scale_groups<SidePath::PLAIN>(c, scaling, x_scale, next, side, then);
                 return;
             }
-        scale_groups<false>(c, scaling, x_scale, next, side, then);
+            if (side.path == SidePath::SEVERAL) {
+                Channels<2, BIAS> few;
+                scaling.load<Layout::WIDTH>(few, column, 0);
+                scale_groups<SidePath::SEVERAL>(c, scaling, x_scale, few, side, then);
+                return;
+            }
+        }
+        scale_groups<SidePath::ONE>(c, scaling, x_scale, next, side, then);
     }
 
     // Writes a piece. Called for all pieces in order, which go through two boxes of shared memory at `staging`.
@@ -568,7 +652,7 @@ __device__ __forceinline__ void multiply(
                         if (is_pending) write(piece, piece + 1);
                     });
             const int column = origin.y + part * (COLUMNS / SPLIT_K);
-            if (beside) side_rows.touch(column, columns);
+            if (beside) side_rows.touch(scaling, column);
 #pragma unroll 1
             for (; k < to; ++k) multiply(k, [] {});
             result.row = row, result.column = column;

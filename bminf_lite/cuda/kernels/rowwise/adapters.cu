@@ -327,7 +327,8 @@ __global__ void __launch_bounds__(ROW_WARPS* WARP)
         }
         cluster_sync<CLUSTER>();  // the sums have been read, and the list
     }
-    if (!has_waited) wait_on_dependent_grids();
+    // The grid ends behind its predecessor: the first blocks of each tile wait. Others make room for the product.
+    if (!has_waited && blockIdx.z == 0) wait_on_dependent_grids();
 }
 
 // sums: fp32 [rows, sums_pitch], which may be `out`; bias: fp32 [n] or null; out: [rows, out_pitch]. The grid is
