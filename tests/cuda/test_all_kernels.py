@@ -59,8 +59,10 @@ SHARED = ("attention/decode.cu", "attention/latent.cu", "attention/latent_few.cu
 """Each architecture compiles a share of the families."""
 ADAPTED_SPILL = 384
 """Bytes that ``gemm_hopper_adapted`` may spill with the widest tiles: around the loop over a tile's columns."""
-SMALL_ADAPTED_SPILL = {"shrink_many_rows": 8, "grouped_gemm_adapted": 32}
-"""Bytes that these may spill: the first on 8.6 and 8.9, the second on 9.0, which has a kernel of its own."""
+SMALL_SPILL = {"shrink_many_rows": 8, "grouped_gemm_adapted": 32, "router_many_rows": 72}
+"""Bytes that these may spill: the first on 8.6 and 8.9, the second on 9.0, which has a kernel of its own, the third on
+12.0, around its loop.
+"""
 RECURRENT_SPILL = 512
 """Bytes that a scan of chunks may spill: addresses that wait for the end of a chunk. NVRTC 13.0 spills up to 452."""
 LARGE_STATE_SPILL = 1408
@@ -101,8 +103,8 @@ def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Us
         return LARGE_STATE_SPILL if arguments[0] == MAMBA2_MAX_STATE_DIM else RECURRENT_SPILL
     if kernel_name(family.name) == "gemm_hopper_adapted":
         return ADAPTED_SPILL
-    if kernel_name(family.name) in SMALL_ADAPTED_SPILL:
-        return SMALL_ADAPTED_SPILL[kernel_name(family.name)]
+    if kernel_name(family.name) in SMALL_SPILL:
+        return SMALL_SPILL[kernel_name(family.name)]
     if family.name == "transform" and arguments[3][1] == 16:  # type: ignore[index]
         return float("inf")
     if family.name == "transform" and arguments[3] == (512, 8):

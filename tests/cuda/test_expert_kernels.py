@@ -169,6 +169,23 @@ def test_logits_have_one_order_of_sums(kernels: ExpertKernels, hidden: int, expe
     np.testing.assert_allclose(together[2], scales, rtol=2.0**-20)
 
 
+@pytest.mark.parametrize(("hidden", "experts", "rows"), [(100, 40, 21), (1040, 70, 18)])
+@pytest.mark.parametrize("many", router.MANY, ids=str)
+def test_warps_of_many_rows_have_the_same_order_of_sums(
+    kernels: ExpertKernels,
+    hidden: int,
+    experts: int,
+    rows: int,
+    many: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = RandomLayer(Sizes(hidden, 32, 32, experts, 2), RELU)
+    device, x = layer.on_device(cp.asarray), layer.tokens(rows)
+    expected = np.concatenate([logits_on_device(kernels, layer, device, part)[0] for part in np.split(x, [FEW_ROWS])])
+    monkeypatch.setattr(router, "MANY", (many,) * 3)
+    np.testing.assert_array_equal(logits_on_device(kernels, layer, device, x)[0], expected)
+
+
 @pytest.mark.parametrize(
     ("hidden", "experts", "rows", "stages"), [(100, 40, 70, 4), (260, 33, 33, 4), (1000, 33, 33, 4), (900, 33, 33, 3)]
 )

@@ -101,7 +101,8 @@ def router_norm(call: Call) -> None:
 
 @model
 def router_many_rows(call: Call) -> None:
-    rows, warps = call.arguments["rows"], ROUTER_THREADS // 32
+    rows, warps = call.arguments["rows"], call.number("BLOCK_WARPS")
+    call.require(call.launch.block == 32 * warps, "threads")
     covered = call.launch.grid[0] * warps * call.number("EXPERTS") >= call.experts
     call.require(covered and call.launch.grid[1] * call.number("ROWS") >= rows, "blocks are missing")
     write_logits(call, call.rows("x", rows, call.x_pitch, call.k, F32))

@@ -208,37 +208,85 @@ __device__ __forceinline__ void add_parts(float (&sums)[SUMS]) {
     if constexpr (DISTANCE > 1) add_parts<DISTANCE / 2>(sums);
 }
 
-// Logits of more rows. A warp has ROWS rows and EXPERTS experts, its lanes the parts of their sums. x: the norms, fp32
-// [rows, x_pitch]. Grid: (experts / (EXPERTS * WARPS), rows / ROWS).
+// What router_many_rows reads at a time: four columns of its experts' weights and of its rows.
 template <int ROWS, int EXPERTS, class W>
-__global__ void __launch_bounds__(ROUTER_THREADS, 2) router_many_rows(
+struct ManyOperands {
+    RawFour<W> w[EXPERTS];
+    float4 x[ROWS];
+
+    __device__ __forceinline__ void add_to(float (&sums)[ROWS * EXPERTS]) const {
+#pragma unroll
+        for (int e = 0; e < EXPERTS; ++e) {
+            const float4 values = w[e].values();
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) sums[r * EXPERTS + e] = dot4(x[r], values, sums[r * EXPERTS + e]);
+        }
+    }
+};
+
+// Logits of more rows. A warp has ROWS rows and EXPERTS experts, its lanes the parts of their sums. DEPTH: where blocks
+// are few, their warps load the operands of as many steps at once. BLOCK_WARPS: of a block. x: the norms, fp32 [rows,
+// x_pitch]. Grid: (experts / (EXPERTS * BLOCK_WARPS), rows / ROWS).
+template <int ROWS, int EXPERTS, int DEPTH, int BLOCK_WARPS, class W>
+__global__ void __launch_bounds__(BLOCK_WARPS* WARP, DEPTH > 1 ? 1 : 2) router_many_rows(
     const float* x, long long x_pitch, const W* __restrict__ weight, const float* __restrict__ bias, float* logits,
     int rows, int experts, int k, int pitch) {
     static_assert(ROWS * EXPERTS % WARP == 0 && ROWS * EXPERTS <= 2 * WARP && (ROWS & (ROWS - 1)) == 0);
     constexpr int SUMS = ROWS * EXPERTS;
     launch_dependent_grids();
     const int lane = threadIdx.x % WARP, first_row = blockIdx.y * ROWS;
-    const int first_expert = (blockIdx.x * WARPS + threadIdx.x / WARP) * EXPERTS;
+    const int first_expert = (blockIdx.x * BLOCK_WARPS + threadIdx.x / WARP) * EXPERTS;
     const W* weights[EXPERTS];
 #pragma unroll
     for (int e = 0; e < EXPERTS; ++e)
         weights[e] = weight + static_cast<size_t>(min(first_expert + e, experts - 1)) * pitch;
-    wait_on_dependent_grids();
     float sums[SUMS] = {};
+    if constexpr (DEPTH > 1) {
+        const float* row[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) row[r] = x + min(first_row + r, rows - 1) * x_pitch;
+        ManyOperands<ROWS, EXPERTS, W> operands[DEPTH];
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+#pragma unroll
+            for (int e = 0; e < EXPERTS; ++e) operands[d].w[e].load_now(weights[e] + min(d * STEP + lane * 4, k - 4));
+        wait_on_dependent_grids();
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+                operands[d].x[r] = *reinterpret_cast<const float4*>(row[r] + min(d * STEP + lane * 4, k - 4));
 #pragma unroll 1
-    for (int column = lane * 4; column < k; column += STEP) {
-        float4 w[EXPERTS];
+        for (int base = lane * 4; base < k; base += DEPTH * STEP) {
 #pragma unroll
-        for (int e = 0; e < EXPERTS; ++e) {
-            RawFour<W> raw;
-            raw.load(weights[e] + column);
-            w[e] = raw.values();
+            for (int d = 0; d < DEPTH; ++d) {
+                const int column = base + d * STEP, next = column + DEPTH * STEP;
+                if (column < k) operands[d].add_to(sums);
+                if (next >= k) continue;
+#pragma unroll
+                for (int e = 0; e < EXPERTS; ++e) operands[d].w[e].load(weights[e] + next);
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) operands[d].x[r] = *reinterpret_cast<const float4*>(row[r] + next);
+            }
         }
+    } else {
+        wait_on_dependent_grids();
+#pragma unroll 1
+        for (int column = lane * 4; column < k; column += STEP) {
+            float4 w[EXPERTS];
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const float4 values = *reinterpret_cast<const float4*>(x + min(first_row + r, rows - 1) * x_pitch + column);
+            for (int e = 0; e < EXPERTS; ++e) {
+                RawFour<W> raw;
+                raw.load(weights[e] + column);
+                w[e] = raw.values();
+            }
 #pragma unroll
-            for (int e = 0; e < EXPERTS; ++e) sums[r * EXPERTS + e] = dot4(values, w[e], sums[r * EXPERTS + e]);
+            for (int r = 0; r < ROWS; ++r) {
+                const float4 values =
+                    *reinterpret_cast<const float4*>(x + min(first_row + r, rows - 1) * x_pitch + column);
+#pragma unroll
+                for (int e = 0; e < EXPERTS; ++e) sums[r * EXPERTS + e] = dot4(values, w[e], sums[r * EXPERTS + e]);
+            }
         }
     }
     add_parts(sums);

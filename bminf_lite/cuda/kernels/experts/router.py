@@ -11,7 +11,7 @@ import numpy as np
 from ....backend.values import Norm
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, pointer_and_pitch
 from ..constants import CHOOSE_THREADS, MAX_EXPERTS, ROUTER_THREADS, ROUTER_TILE, ROUTER_TILE_THREADS
-from ..instantiations import BOOLEANS, Capability, KernelFamily
+from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import norm_arguments, vectors_for
 from .weights import RouterWeights
@@ -27,8 +27,11 @@ FEW_ROWS = 16
 """Up to this many rows, each block normalises the row that it multiplies."""
 ROWS = 8
 """Rows of a warp, where there are many."""
-EXPERTS = (4, 8)
-"""Experts of a warp then. Fewer of them make more blocks."""
+MANY = (4, 3, 2), (4, 1, 8), (8, 1, 8)
+"""Experts of a warp then, the steps whose operands it loads at once, and the warps of a block.
+
+The first is for few rows: there are more blocks, and a warp does not wait for each of its loads. But it reads more.
+"""
 TILE_STAGES = (4, 3)
 """Stages of ``router_tiles``: the first number that the GPU has memory for."""
 TILE_SHARE = 3
@@ -51,7 +54,7 @@ class RouterKernels:
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         yield KernelFamily(cls.source, "router_few_rows", (BOOLEANS, VECTORS, TYPES, BOOLEANS))
         yield KernelFamily(cls.source, "router_norm", (BOOLEANS, VECTORS, BOOLEANS))
-        yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), EXPERTS, TYPES))
+        yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), tuple(map(Together, MANY)), TYPES))
         if capability >= (8, 0):
             yield KernelFamily(cls.source, "router_tiles", (TYPES, TILE_STAGES))
         yield KernelFamily(cls.source, "choose_experts", (EACH,))
@@ -131,20 +134,21 @@ class RouterKernels:
         tiles = ceil_div(experts, ROUTER_TILE), ceil_div(rows, ROUTER_TILE)
         itemsize, max_shared = router.matrix.dtype.itemsize, self._launcher.max_shared
         stages = next((n for n in TILE_STAGES if tile_bytes(itemsize, n) <= max_shared), 0)
-        if stages and math.prod(tiles) * TILE_SHARE >= self._launcher.num_sms:
+        num_sms = self._launcher.num_sms
+        if stages and math.prod(tiles) * TILE_SHARE >= num_sms:
             name, shared = f"router_tiles<{kind}, {stages}>", tile_bytes(itemsize, stages)
             self._launcher.launch(
                 step, self.source, name, tiles, ROUTER_TILE_THREADS, arguments, shared, bytes_moved=moved, cache=True
             )
             return
-        each = EXPERTS[ceil_div(rows, ROWS) * ceil_div(experts, EXPERTS[1] * WARPS) >= self._launcher.num_sms]
-        grid = ceil_div(experts, each * WARPS), ceil_div(rows, ROWS)
+        few, many = (ceil_div(rows, ROWS) * ceil_div(experts, each * WARPS) for each, *_ in MANY[1:])
+        each, depth, warps = MANY[(few * 2 > num_sms) + (many >= num_sms)]
         self._launcher.launch(
             step,
             self.source,
-            f"router_many_rows<{ROWS}, {each}, {kind}>",
-            grid,
-            ROUTER_THREADS,
+            f"router_many_rows<{ROWS}, {each}, {depth}, {warps}, {kind}>",
+            (ceil_div(experts, each * warps), ceil_div(rows, ROWS)),
+            warps * 32,
             arguments,
             bytes_moved=moved,
             cache=True,
