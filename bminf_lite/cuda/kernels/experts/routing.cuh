@@ -48,6 +48,15 @@ __device__ __forceinline__ unsigned warp_max(unsigned x) {
 #endif
 }
 
+__device__ __forceinline__ int warp_min(int x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_min_sync(FULL, x);
+#else
+    for (int d = WARP / 2; d; d /= 2) x = min(x, __shfl_xor_sync(FULL, x, d));
+    return x;
+#endif
+}
+
 // Shared memory of a warp that chooses among groups.
 struct RoutingScratch {
     unsigned keys[MAX_EXPERTS];
@@ -184,16 +193,12 @@ private:
         int id = 0;
 #pragma unroll 1
         for (int rank = 0; rank < router.top_k; ++rank) {
-            unsigned largest = keys[0];
+            unsigned own = keys[0];
+            int best = expert(0);  // the lane's first with its largest key
 #pragma unroll
-            for (int i = 1; i < EACH; ++i) largest = max(largest, keys[i]);
-            largest = warp_max(largest);
-            int first = 0;
-#pragma unroll
-            for (int i = EACH - 1; i >= 0; --i) {
-                const unsigned lanes = __ballot_sync(FULL, keys[i] == largest);
-                if (lanes) first = i * WARP + __ffs(lanes) - 1;
-            }
+            for (int i = 1; i < EACH; ++i)
+                if (keys[i] > own) own = keys[i], best = expert(i);
+            const int first = warp_min(own == warp_max(own) ? best : MAX_EXPERTS);
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
                 if (first == expert(i)) keys[i] = 0;
