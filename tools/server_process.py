@@ -40,7 +40,8 @@ class ServerProcess:
     def __init__(self, folder: Path, *options: str, start_seconds: float = 300):
         command = [sys.executable, "-m", "bminf_lite", "serve", str(folder), "--served-model-name", NAME]
         command += ["--device", "cpu", "--port", "0", *options]  # of an option given twice the last counts
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+        paths = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.url = ""
         self._lines: list[str] = []

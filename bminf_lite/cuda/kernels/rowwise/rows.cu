@@ -129,10 +129,27 @@ __device__ __forceinline__ void quantize_norm(
     }
 }
 
-// The codes of a row of fp16, of which each of THREADS threads has VECTORS vectors. Until they are quantized they stay
-// in 16 bits, which takes half as many registers, so that more rows are in flight. padded: see quantize_norm. written:
-// the same, or 0 for a row that does not exist.
-template <Order OUT, int THREADS, int VECTORS>
+// Whether a row operation is an activation, not a gate.
+constexpr bool is_activation(int prepare) { return prepare >= ACTIVATE_SILU; }
+
+// Applies the activation of PREPARE, if it is one, to eight fp16 elements.
+template <int PREPARE, class T>
+__device__ __forceinline__ void activate8(T& x) {
+    if constexpr (is_activation(PREPARE)) {
+        float v[8];
+        load8(reinterpret_cast<const __half*>(&x), v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = activate<PREPARE - ACTIVATE_SILU>(v[j]);
+        unsigned (&pairs)[4] = reinterpret_cast<unsigned (&)[4]>(x);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) pairs[j] = pack_half2(v[2 * j], v[2 * j + 1]);
+    }
+}
+
+// The codes of a row of fp16, activated as PREPARE says, of which each of THREADS threads has VECTORS vectors. Until
+// they are quantized they stay in 16 bits, which takes half as many registers, so that more rows are in flight. padded:
+// see quantize_norm. written: the same, or 0 for a row that does not exist.
+template <Order OUT, int PREPARE, int THREADS, int VECTORS>
 __device__ __forceinline__ void quantize_half(
     const __half* x, int k, int padded, int written, int row, int8* out, long long out_ld, float* scales,
     RowScratch<THREADS, 1>& scratch) {
@@ -142,7 +159,11 @@ __device__ __forceinline__ void quantize_half(
     for (int i = 0; i < VECTORS; ++i) raw[i] = ld_global_v4(x + min(column_of(i), padded - 8));
     unsigned top = 0;
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) zero_tail(raw[i], column_of(i), k), top = packed_max(top, raw[i]);
+    for (int i = 0; i < VECTORS; ++i) {
+        zero_tail(raw[i], column_of(i), k);
+        activate8<PREPARE>(raw[i]);
+        top = packed_max(top, raw[i]);
+    }
     const float row_top = threads_absmax<THREADS>(larger_of(top), scratch, 0);
     if (threadIdx.x % THREADS == 0 && written) scales[row] = row_scale(row_top).scale;
     const float ratio = row_ratio(row_top);
@@ -158,13 +179,13 @@ __device__ __forceinline__ void quantize_half(
     }
 }
 
-// The codes of rotated rows of fp16: of `row` and of every `stride`-th one behind it. Each of THREADS threads, a warp
-// at least, has VECTORS neighbouring vectors of a row. padded: see quantize_half.
+// The codes of rotated rows of fp16, activated as PREPARE says: of `row` and of every `stride`-th one behind it. Each
+// of THREADS threads, a warp at least, has VECTORS neighbouring vectors of a row. padded: see quantize_half.
 //
 // A rotation takes about as long as the memory does, so a warp's part of the next row is copied to shared memory
 // meanwhile. Neighbouring lanes copy neighbouring vectors, and where a vector lies is such that neither they nor the
 // lanes that read their own vectors wait for each other.
-template <Order OUT, int THREADS, int VECTORS>
+template <Order OUT, int PREPARE, int THREADS, int VECTORS>
 __device__ __forceinline__ void quantize_rotated_rows(
     const __half* x, long long pitch, int k, int padded, int row, int stride, int rows, int8* out, long long out_ld,
     float* scales, int rotation, float rotation_scale, RowScratch<THREADS, 1>& scratch) {
@@ -185,11 +206,17 @@ __device__ __forceinline__ void quantize_rotated_rows(
     for (int bank = 0; row < rows; row += stride, bank ^= 1) {
         cp_async_wait_all();
         __syncwarp();
-        float v[VECTORS][8];
+        uint4 raw[VECTORS];
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) load8(reinterpret_cast<const __half*>(own + place(lane * VECTORS + i)), v[i]);
+        for (int i = 0; i < VECTORS; ++i) raw[i] = own[place(lane * VECTORS + i)];
         __syncwarp();
         if (row + stride < rows) copy(row + stride);
+        float v[VECTORS][8];
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            activate8<PREPARE>(raw[i]);
+            load8(reinterpret_cast<const __half*>(&raw[i]), v[i]);
+        }
         rotate_sums<8 * VECTORS, 1>(v, rotation);
         const float factor = scale_or_factor(v, rotation, rotation_scale);
         const RowScale s = row_scale(__fmul_rn(row_max<THREADS>(v, scratch, bank), factor));
@@ -221,7 +248,7 @@ __device__ __forceinline__ void store_words(
 
 // The same as quantize_rotated_rows through shared memory, of rows of which a thread has four vectors: `memory` has
 // those of the next row, and behind them MOVED_VECTORS for each warp.
-template <Order OUT, int THREADS>
+template <Order OUT, int PREPARE, int THREADS>
 __device__ __forceinline__ void quantize_moved_rows(
     const __half* x, long long pitch, int k, int padded, int row, int stride, int rows, int8* out, long long out_ld,
     float* scales, int rotation, float rotation_scale, RowScratch<THREADS, 1>& scratch, uint4* memory) {
@@ -249,15 +276,19 @@ __device__ __forceinline__ void quantize_moved_rows(
     for (int bank = 0; row < rows; row += stride, bank ^= 1) {
         float v[VECTORS][8], top[2] = {}, factor = 1;
         if (has_part) {
+            int4 raw[VECTORS];
             cp_async_wait_all();
             __syncwarp();  // also: `moved` has been read
 #pragma unroll
-            for (int i = 0; i < VECTORS; ++i) {
-                const int4 raw = ld_shared_v4(own + lane * VECTORS * 16 + (i ^ lane / 2 % VECTORS) * 16);
-                load8(reinterpret_cast<const __half*>(&raw), v[i]);
-            }
+            for (int i = 0; i < VECTORS; ++i)
+                raw[i] = ld_shared_v4(own + lane * VECTORS * 16 + (i ^ lane / 2 % VECTORS) * 16);
             __syncwarp();
             if (row + stride < rows) copy(row + stride);
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+                activate8<PREPARE>(raw[i]);
+                load8(reinterpret_cast<const __half*>(&raw[i]), v[i]);
+            }
             rotate_moved(v, rotation, moved);
             factor = scale_or_factor(v, rotation, rotation_scale);
 #pragma unroll
@@ -304,25 +335,27 @@ __device__ __forceinline__ void quantize_turned(
 // latency of that load counts, and the weight stream of the next GEMM delays it.
 constexpr int PREFETCH_MAX_ROWS = 64;
 
-// Whether `transform` does no more than quantize fp16 rows: quantize_half.
+// Whether `transform` does no more than activate and quantize fp16 rows: quantize_half.
 constexpr bool is_half_to_codes(int source, int prepare, int target, int rotated) {
-    return source == FROM_HALF && prepare == IDENTITY && target == CODES && rotated == NOT_ROTATED;
+    return source == FROM_HALF && (prepare == IDENTITY || is_activation(prepare)) && target == CODES &&
+           rotated == NOT_ROTATED;
 }
 
 // Whether it rotates them too, by quantize_rotated_rows or quantize_moved_rows: rows that fit the registers.
 constexpr bool are_rotated_halves(int source, int prepare, int target, int threads, int vectors, int rotated) {
-    return source == FROM_HALF && prepare == IDENTITY && target == CODES && rotated != NOT_ROTATED && threads >= WARP &&
-           vectors <= 4;
+    return source == FROM_HALF && (prepare == IDENTITY || is_activation(prepare)) && target == CODES &&
+           rotated != NOT_ROTATED && threads >= WARP && vectors <= 4;
 }
 
-// The minimum of resident blocks per SM of `transform`. Dequantization and the exact GELU need more registers. A norm
-// of 4,096 elements must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows. Rows of fp16
-// that become codes take 32, so an SM has 2,048 threads.
+// The minimum of resident blocks per SM of `transform`. Dequantization needs more registers. A norm of 4,096 elements
+// must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows. Rows of fp16 that become codes
+// take 32, so an SM has 2,048 threads, and 48 if they are activated.
 constexpr int blocks_of(int source, int prepare, int target, int threads, int vectors, int rotated) {
-    if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4) return threads > 128 ? 2048 / threads : 16;
+    if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4)
+        return (is_activation(prepare) ? 1280 : 2048) / (threads > 128 ? threads : 128);
     if (are_rotated_halves(source, prepare, target, threads, vectors, rotated))
         return 1024 / (threads > 128 ? threads : 128);
-    if (source == FROM_INT32 || prepare == GATE_GELU || prepare == ACTIVATE_GELU) return 1;
+    if (source == FROM_INT32) return 1;
     const bool is_norm = prepare == RMS_NORM || prepare == LAYER_NORM;
     return is_norm && threads == 128 && vectors == 4 ? 8 : resident_blocks(threads, vectors);
 }
@@ -370,7 +403,7 @@ __global__ void __launch_bounds__(
         return;
     }
     if constexpr (is_half_to_codes(SOURCE, PREPARE, TARGET, ROTATED)) {
-        quantize_half<static_cast<Order>(OUT), THREADS, VECTORS>(
+        quantize_half<static_cast<Order>(OUT), PREPARE, THREADS, VECTORS>(
             static_cast<const __half*>(data) + row * pitch, k, padded, written, row, static_cast<int8*>(out), out_ld,
             scales, scratch);
         return;
@@ -380,11 +413,11 @@ __global__ void __launch_bounds__(
         const int stride = gridDim.x * (blockDim.x / THREADS);
         int8* const codes = static_cast<int8*>(out);
         if constexpr (ROTATED == IN_MEMORY)
-            quantize_moved_rows<static_cast<Order>(OUT), THREADS>(
+            quantize_moved_rows<static_cast<Order>(OUT), PREPARE, THREADS>(
                 x, pitch, k, padded, index, stride, rows, codes, out_ld, scales, rotation, rotation_scale, scratch,
                 memory);
         else
-            quantize_rotated_rows<static_cast<Order>(OUT), THREADS, VECTORS>(
+            quantize_rotated_rows<static_cast<Order>(OUT), PREPARE, THREADS, VECTORS>(
                 x, pitch, k, padded, index, stride, rows, codes, out_ld, scales, rotation, rotation_scale, scratch);
         return;
     }

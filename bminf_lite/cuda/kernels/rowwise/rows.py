@@ -171,7 +171,8 @@ class RowKernels:
         # Copies to shared memory take no cache line, loads do.
         kernel = self._launcher.kernel(self.source, expression, fills_gpu and not (shared and source == FROM_HALF))
         blocks = ceil_div(rows * threads, block)
-        if rotation > 1 and (source, row_op, target) == (FROM_HALF, IDENTITY, CODES) and loops(threads, vectors):
+        is_half = (source, target) == (FROM_HALF, CODES) and loops_over(row_op)
+        if rotation > 1 and is_half and loops(threads, vectors):
             blocks = min(blocks, self._launcher.num_sms * (RESIDENT_THREADS // block))
         return kernel, blocks, block, shared
 
@@ -313,9 +314,14 @@ def loops(threads: int, vectors: int) -> bool:
     return threads >= 32 and vectors <= 4
 
 
+def loops_over(row_op: int) -> bool:
+    """Whether this is so for rows on which ``row_op`` is done before: nothing, or an activation."""
+    return row_op == IDENTITY or row_op >= ACTIVATE
+
+
 def rotates_in_memory(source: int, row_op: int, target: int, threads: int, vectors: int) -> bool:
     """Whether there is a ``transform`` that rotates such rows in shared memory: of many rows that become codes."""
-    from_half = (source, row_op, target) == (FROM_HALF, IDENTITY, CODES)
+    from_half = (source, target) == (FROM_HALF, CODES) and loops_over(row_op)
     is_norm = row_op in (RMS_NORM, LAYER_NORM) and source == NONE and target in (CODES, CODES_AND_HALF)
     return (from_half or is_norm) and threads >= 32 and vectors == 4
 
