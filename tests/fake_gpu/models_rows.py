@@ -33,7 +33,7 @@ from bminf_lite.cuda.kernels.constants import (
 from bminf_lite.cuda.kernels.constants import SHORT_CONVOLUTION_TOKENS as TOKENS_AT_ONCE
 from bminf_lite.cuda.kernels.gemm.layouts import Layout
 from bminf_lite.cuda.kernels.rowwise.pooling import KINDS
-from bminf_lite.cuda.kernels.rowwise.rows import bytes_of_a_warp
+from bminf_lite.cuda.kernels.rowwise.rows import bytes_of_a_warp, loops_over
 from bminf_lite.cuda.runtime.cublaslt import Order
 
 from .launching import Call, model
@@ -249,7 +249,7 @@ def transform(call: Call) -> None:
     source, prepare, target = (call.number(name) for name in ("SOURCE", "PREPARE", "TARGET"))
     threads, padded = call.number("THREADS"), up(k, 16)
     call.require(call.launch.block == max(threads, 128), "threads")
-    loops = (source, prepare, target) == (FROM_HALF, 0, Target.CODES) and call.number("ROTATED")
+    loops = (source, target) == (FROM_HALF, Target.CODES) and loops_over(prepare) and call.number("ROTATED")
     call.require(loops or call.launch.grid[0] * (call.launch.block // threads) >= rows, "blocks are missing")
     call.require(call.number("VECTORS") * threads * 8 >= padded, "the threads do not cover a row")
     if call.number("ROTATED") == Rotated.IN_MEMORY:
