@@ -253,7 +253,7 @@ def transform(call: Call) -> None:
     call.require(loops or call.launch.grid[0] * (call.launch.block // threads) >= rows, "blocks are missing")
     call.require(call.number("VECTORS") * threads * 8 >= padded, "the threads do not cover a row")
     if call.number("ROTATED") == Rotated.IN_MEMORY:
-        each = bytes_of_a_warp(source)
+        each = bytes_of_a_warp(prepare)
         call.require(call.launch.shared >= call.launch.block // 32 * each, "there is too little shared memory")
     gated = GATE <= prepare < ACTIVATE
     columns = 2 * k if gated else k
@@ -266,6 +266,8 @@ def transform(call: Call) -> None:
         values = call.rows("data", rows, call.pitch, reads, dtype)[:, :columns].astype(F32)
     if prepare in (1, 2):
         residual = call.rows("residual", rows, call.residual_pitch, padded, F32)
+        if target == Target.CODES_AND_FLOAT:
+            residual = residual.copy()
         if source != NONE:
             residual[:, :k] += values
             residual[:, k:] = 0
@@ -280,6 +282,9 @@ def transform(call: Call) -> None:
         values = rotated(values, call.rotation)
     if target == Target.CODES_AND_HALF:
         call.rows("data", rows, call.pitch, padded, F16)[...] = np.pad(unrotated, ((0, 0), (0, padded - k)))
+        target = 0
+    if target == Target.CODES_AND_FLOAT:
+        call.rows("x_scale", rows, call.residual_pitch, padded, F32)[...] = np.pad(unrotated, ((0, 0), (0, padded - k)))
         target = 0
     write_rows(call, values, padded, target)
 

@@ -212,7 +212,8 @@ class OwnedRows:
 class ResidualStream:
     """The residual stream fp32 ``[T, features]``, and a product, a norm or a sum that is not added to it yet.
 
-    A stream may be ``divided`` among ranks. Then nothing else is pending.
+    A product may be sums that are not scaled yet, or fp16 rows. A stream may be ``divided`` among ranks. Then nothing
+    else is pending.
 
     ``norms`` are the deferred norms of its present value, which must be computed before the value changes. The
     references are weak because a norm refers to its stream: a cycle would keep the memory of both until the garbage
@@ -220,7 +221,7 @@ class ResidualStream:
     """
 
     values: cp.ndarray
-    pending: DeferredMatmul | NormAddend | RankSum | None = None
+    pending: DeferredMatmul | NormAddend | RankSum | cp.ndarray | None = None
     norms: list[weakref.ref[DeferredNorm]] = field(default_factory=list)
     divided: OwnedRows | None = None
 
@@ -232,7 +233,8 @@ class ResidualStream:
 
 @dataclass(eq=False)
 class DeferredNorm:
-    """A norm of the residual stream. ``values`` fp32 are set if the norm was computed into an array.
+    """A norm of the residual stream. ``values`` fp32 are set if the norm was computed into an array, which a kernel may
+    do while it makes codes of it.
 
     A norm is ``used`` once a kernel has computed it while reading. If the residual stream changes after that, it is
     ``stale`` and must not be read again. If several products read one norm, as all layers of a decoder read the

@@ -175,10 +175,15 @@ class FusedProducts:
         weight = product.weight
         if weight.plan is None:
             return False
-        kind = Epilogue.TO_HALF if leaves_activation(product) else product.epilogue
+        kind = Epilogue.TO_HALF if leaves_activation(product) or leaves_sum(product) else product.epilogue
         return self.gemms.supports(self.codes.of(product), weight, kind)
 
     def run(self, product: Product) -> Array:
+        if leaves_sum(product):
+            self.results.materializer.flush_residual(product.target)
+            y = self.results.arrays.rows(*product.shape, np.float16)
+            self.gemms.multiply(self.codes.of(product), product.weight, y, Epilogue.TO_HALF)
+            return ResidualStream(product.target.values, y)
         if leaves_activation(product):
             y = self.results.arrays.rows(*product.shape, np.float16)
             self.gemms.multiply(self.codes.of(product), product.weight, y, Epilogue.TO_HALF)
@@ -230,6 +235,11 @@ class AdaptedProducts:
 def leaves_activation(product: Product) -> bool:
     """Whether the kernel that reads the product applies the activation: that for many rows only applies gates."""
     return product.epilogue is Epilogue.ACTIVATED and product.x.shape[0] >= MIN_ROWS
+
+
+def leaves_sum(product: Product) -> bool:
+    """Whether the norm that follows adds many rows to the stream, which it reads anyway."""
+    return product.ends_normed and product.x.shape[0] >= MIN_ROWS
 
 
 class SumProducts:

@@ -55,6 +55,10 @@ class Materializer:
             if isinstance(residual.pending, RankSum) and self._add_and_quantize(residual, x.norm, out, rotation, half):
                 return
             self._complete(residual)
+            if isinstance(residual.pending, cp.ndarray):
+                if half is None and self._quantize_norm_of_sum(x, residual.pending, out, rotation):
+                    return
+                self.materialize(residual)
             if x.shape[1] <= MAX_NORM_WIDTH:
                 assert residual.pending is None or isinstance(residual.pending, DeferredMatmul)
                 if half is not None:
@@ -149,6 +153,10 @@ class Materializer:
             if isinstance(x.pending, DeferredMatmul):
                 self.write_product(x.pending, x.values, add=True)
                 x.pending = None
+            if isinstance(x.pending, cp.ndarray):
+                with self.arrays.current():
+                    x.values += x.pending
+                x.pending = None
             return x.values
         if isinstance(x, DeferredNorm):
             if x.values is None:
@@ -157,6 +165,27 @@ class Materializer:
                 x.values = out
             return x.values
         return self.to_half(x)
+
+    def _quantize_norm_of_sum(
+        self, x: DeferredNorm, rows: cp.ndarray, out: cp.ndarray | QuantizedActivations, rotation: int
+    ) -> bool:
+        """Write the codes of a norm of a stream and fp16 ``rows``, and its values; False unless it can.
+
+        The norm is mostly the next stream, so its values are wanted, and the sum is not.
+        """
+        stream, width = x.residual.values, x.shape[1]
+        if not isinstance(out, QuantizedActivations) or out.layout.order is not Order.ROW or width > MAX_NORM_WIDTH:
+            return False
+        values = self.arrays.rows(x.shape[0], width, np.float32)
+        if values.strides != stream.strides:
+            return False
+        moved = self.kernels.nbytes_moved(rows, stream, out, values)
+        self.kernels.rows.transform(
+            self.kernels.step, row_source(rows), row_target(out), x.shape[0], width, stream, x.norm, None, moved,
+            rotation, values=values,
+        )  # fmt: skip
+        x.values = values
+        return True
 
     @staticmethod
     def _add_and_quantize(

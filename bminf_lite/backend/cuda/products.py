@@ -37,7 +37,8 @@ class Product:
     """A product to be computed, see :meth:`Backend.product`.
 
     ``target`` is the residual stream of ``ADD``, or an array for a stored product, which may be ``x``, or None.
-    ``codes`` is ``x`` quantized, once a kernel has asked for it.
+    ``codes`` is ``x`` quantized, once a kernel has asked for it. ``ends_normed``: the stream of ``ADD`` was a norm,
+    as in layers that normalise the stream itself; so another norm probably follows, which can add the product.
     """
 
     x: Array
@@ -46,6 +47,7 @@ class Product:
     activation: str | None = None
     target: Any = None
     codes: QuantizedActivations | None = None
+    ends_normed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class RowOp(IntEnum):
 class Target(IntEnum):
     """The output of a kernel over rows: int8 codes and a scale per row, values, or fp32 values that are added to.
 
-    ``CODES_AND_HALF``: codes, and the values before they are rotated.
+    ``CODES_AND_HALF`` and ``CODES_AND_FLOAT``: codes, and the values before they are rotated.
     """
 
     CODES = 0
@@ -112,6 +112,7 @@ class Target(IntEnum):
     TO_FLOAT = 2
     ADD_TO_FLOAT = 3
     CODES_AND_HALF = 4
+    CODES_AND_FLOAT = 5
 
 
 class Rotated(IntEnum):

@@ -85,14 +85,14 @@ class CudaProductOperations(CudaDevice, ProductOperations):
         activation: str | None = None,
         target: Array = None,
     ) -> Array:
-        kind = KERNEL_EPILOGUES[epilogue]
+        kind, ends_normed = KERNEL_EPILOGUES[epilogue], isinstance(target, DeferredNorm)
         if kind is Epilogue.ADD:
             target = self.materializer.as_residual(target)
             self.kernels.step.reads(None)
         elif target is not None:
             assert target.shape == (x.shape[0], weight.out_features)
             kind = Epilogue.TO_FLOAT if target.dtype == np.float32 else Epilogue.TO_HALF
-        return self.products.run(Product(x, weight, kind, activation, target))
+        return self.products.run(Product(x, weight, kind, activation, target, ends_normed=ends_normed))
 
     def shared(self, x: Array) -> Array:
         if isinstance(x, DeferredNorm):

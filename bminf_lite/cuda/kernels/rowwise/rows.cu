@@ -347,26 +347,27 @@ constexpr bool are_rotated_halves(int source, int prepare, int target, int threa
            rotated != NOT_ROTATED && threads >= WARP && vectors <= 4;
 }
 
-// The minimum of resident blocks per SM of `transform`. Dequantization needs more registers. A norm of 4,096 elements
-// must not take more than 64 registers: two waves of eight blocks normalise 2,048 rows. Rows of fp16 that become codes
-// take 32, so an SM has 2,048 threads, and 48 if they are activated.
+// The minimum of resident blocks per SM of `transform`. Dequantization needs more registers, and so do norms of sums. A
+// norm of 4,096 elements must not take more than 64: two waves of eight blocks normalise 2,048 rows. Rows of fp16 that
+// become codes take 32, so an SM has 2,048 threads, and 48 if they are activated.
 constexpr int blocks_of(int source, int prepare, int target, int threads, int vectors, int rotated) {
     if (is_half_to_codes(source, prepare, target, rotated) && vectors == 4)
         return (is_activation(prepare) ? 1280 : 2048) / (threads > 128 ? threads : 128);
     if (are_rotated_halves(source, prepare, target, threads, vectors, rotated))
         return 1024 / (threads > 128 ? threads : 128);
-    if (source == FROM_INT32) return 1;
-    const bool is_norm = prepare == RMS_NORM || prepare == LAYER_NORM;
+    if (source == FROM_INT32 || (target == CODES_AND_FLOAT && threads > 128)) return 1;
+    const bool is_norm = (prepare == RMS_NORM || prepare == LAYER_NORM) && target != CODES_AND_FLOAT;
     return is_norm && threads == 128 && vectors == 4 ? 8 : resident_blocks(threads, vectors);
 }
 
 // data: x [rows, k], or [rows, 2 * k] for a gate, see Values, laid out by IN. residual: fp32 [rows, residual_pitch],
 // read by norms, and written if there is an x. out: int8 codes laid out by OUT with leading dimension out_ld, and their
 // scales, fp32 [rows]; or fp16 or fp32 with rows of out_ld elements, which may be the residual stream or, without a
-// gate, x itself. With CODES_AND_HALF there is no x, and `data` is where the fp16 goes. rotation, rotation_scale: those
-// of rotate_row, unless NOT_ROTATED; at most 8 * min(THREADS, 32) elements. For ADD_TO_FLOAT rotation_scale is a factor
-// on the sums. A block has max(THREADS, 128) threads. Dynamic shared memory: with IN_MEMORY, where VECTORS is 4, what
-// quantize_moved_rows or quantize_turned needs.
+// gate, x itself. With CODES_AND_HALF there is no x, and `data` is where the fp16 goes. With CODES_AND_FLOAT residual
+// is only read, and `x_scale` is where the norm in fp32 goes, in rows of residual_pitch. rotation, rotation_scale:
+// those of rotate_row, unless NOT_ROTATED; at most 8 * min(THREADS, 32) elements. For ADD_TO_FLOAT rotation_scale is a
+// factor on the sums. A block has max(THREADS, 128) threads. Dynamic shared memory: with IN_MEMORY, where VECTORS is 4,
+// what quantize_moved_rows or quantize_turned needs.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT, int ROTATED>
 __global__ void __launch_bounds__(
     THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, TARGET, THREADS, VECTORS, ROTATED))
@@ -377,8 +378,10 @@ __global__ void __launch_bounds__(
     constexpr bool NORM = PREPARE == RMS_NORM || PREPARE == LAYER_NORM,
                    GATE = PREPARE >= GATE_SILU && PREPARE < ACTIVATE_SILU;
     constexpr bool LOADED = NORM && VECTORS == 1 && THREADS >= 128;  // with fewer threads there are many rows
-    constexpr bool WITH_HALF = TARGET == CODES_AND_HALF, QUANTIZED = TARGET == CODES || WITH_HALF;
+    constexpr bool WITH_HALF = TARGET == CODES_AND_HALF, WITH_FLOAT = TARGET == CODES_AND_FLOAT;
+    constexpr bool QUANTIZED = TARGET == CODES || WITH_HALF || WITH_FLOAT;
     static_assert(!WITH_HALF || (NORM && SOURCE == NONE), "only a norm is written twice");
+    static_assert(!WITH_FLOAT || (NORM && SOURCE == FROM_HALF), "only a norm of a sum is written in fp32 too");
     constexpr Order ORDER = static_cast<Order>(IN);
     extern __shared__ __align__(128) uint4 memory[];
     __shared__ RowScratch<THREADS, NORM ? VECTORS : 1> scratch;
@@ -469,7 +472,7 @@ __global__ void __launch_bounds__(
     if (k < THREADS * VECTORS * 8)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) zero_tail(v[i], column_of(i), k);
-    if constexpr (NORM && SOURCE != NONE)
+    if constexpr (NORM && SOURCE != NONE && !WITH_FLOAT)
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) store_vector(residual + row * residual_pitch, column_of(i), written, v[i]);
     float top = 0;
@@ -480,6 +483,10 @@ __global__ void __launch_bounds__(
             if constexpr (WITH_HALF)
 #pragma unroll
                 for (int i = 0; i < VECTORS; ++i) store_vector(half_out, column_of(i), written, v[i]);
+            if constexpr (WITH_FLOAT)
+#pragma unroll
+                for (int i = 0; i < VECTORS; ++i)
+                    store_vector(const_cast<float*>(x_scale) + row * residual_pitch, column_of(i), written, v[i]);
         });
         if constexpr (ROTATED == IN_MEMORY) {
             quantize_turned<static_cast<Order>(OUT)>(

@@ -42,7 +42,7 @@ IN_MEMORY_FROM = 64
 KERNEL_CACHE_SIZE = 1024
 """Shapes whose kernels are kept; beyond that, the least recently used is dropped."""
 NONE, FROM_HALF, FROM_FLOAT, FROM_INT32 = map(int, Source)
-CODES, TO_HALF, TO_FLOAT, ADD_TO_FLOAT, CODES_AND_HALF = map(int, Target)
+CODES, TO_HALF, TO_FLOAT, ADD_TO_FLOAT, CODES_AND_HALF, CODES_AND_FLOAT = map(int, Target)
 IDENTITY, RMS_NORM, LAYER_NORM = map(int, (RowOp.IDENTITY, RowOp.RMS_NORM, RowOp.LAYER_NORM))
 NOT_ROTATED, BETWEEN_LANES, IN_MEMORY = map(int, Rotated)
 GATE, ACTIVATE = int(RowOp.GATE_SILU), int(RowOp.ACTIVATE_SILU)
@@ -110,7 +110,7 @@ class RowKernels:
         self, step: StepContext | None, source: RowSource, target: RowTarget, rows: int, k: int,
         residual: cp.ndarray | None = None, norm: Norm | None = None, activation: int | None = None,
         bytes_moved: int = 0, rotation: int = 1, scale: float = 1.0, gated: bool = True,
-        half: cp.ndarray | None = None,
+        half: cp.ndarray | None = None, values: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Read ``rows`` of ``k`` elements, add them to ``residual``, normalise or activate them, and write the result.
 
@@ -118,13 +118,18 @@ class RowKernels:
         With ``activation`` that is applied; rows of a ``gated`` one have ``2 k`` elements: gate and up. What becomes
         codes or fp16 may be rotated before, in blocks of ``rotation`` elements, at most ``MAX_ROTATION``. The sums of a
         ``sum_target`` are multiplied by ``scale``. A norm alone that becomes codes in rows also goes to the padded fp16
-        rows ``half``, not rotated, if there are any.
+        rows ``half``, not rotated, if there are any. A norm of ``residual`` and fp16 rows that becomes codes in rows
+        also goes to the fp32 rows ``values``, of the pitch of ``residual``, which then stays as it is.
         """
         read, source_kind, order = source
         written, target_kind, out_order = target
         if half is not None:
             assert norm is not None and source_kind == NONE and target_kind == CODES and out_order == ROW
             read, target_kind = (half.data.ptr, 0, 0, 0, pitch_of(half)), CODES_AND_HALF
+        if values is not None:
+            assert norm is not None and source_kind == FROM_HALF and target_kind == CODES and out_order == ROW
+            assert residual is not None and pitch_of(values) == pitch_of(residual)
+            read, target_kind = (read[0], values.data.ptr, *read[2:]), CODES_AND_FLOAT
         if norm is None:
             row_op = IDENTITY if activation is None else (GATE if gated else ACTIVATE) + activation
         elif norm.center:
@@ -164,12 +169,12 @@ class RowKernels:
         threads, vectors = row_shape(k, max_vectors(source) if fills_gpu else 1, rotation)
         block, rotated, shared = max(threads, 128), BETWEEN_LANES if rotation > 1 else NOT_ROTATED, 0
         if rotation >= IN_MEMORY_FROM and rotates_in_memory(source, row_op, target, threads, vectors):
-            each = bytes_of_a_warp(source)
+            each = bytes_of_a_warp(row_op)
             if each * (RESIDENT_THREADS // 32) + RESERVED_SHARED <= self._launcher.max_shared:
                 rotated, shared = IN_MEMORY, each * (block // 32)
         expression = f"transform<{source}, {row_op}, {target}, {threads}, {vectors}, {order}, {out_order}, {rotated}>"
         # Copies to shared memory take no cache line, loads do.
-        kernel = self._launcher.kernel(self.source, expression, fills_gpu and not (shared and source == FROM_HALF))
+        kernel = self._launcher.kernel(self.source, expression, fills_gpu and not (shared and loops_over(row_op)))
         blocks = ceil_div(rows * threads, block)
         is_half = (source, target) == (FROM_HALF, CODES) and loops_over(row_op)
         if rotation > 1 and is_half and loops(threads, vectors):
@@ -322,13 +327,14 @@ def loops_over(row_op: int) -> bool:
 def rotates_in_memory(source: int, row_op: int, target: int, threads: int, vectors: int) -> bool:
     """Whether there is a ``transform`` that rotates such rows in shared memory: of many rows that become codes."""
     from_half = (source, target) == (FROM_HALF, CODES) and loops_over(row_op)
-    is_norm = row_op in (RMS_NORM, LAYER_NORM) and source == NONE and target in (CODES, CODES_AND_HALF)
+    of_stream = (source == NONE and target in (CODES, CODES_AND_HALF)) or target == CODES_AND_FLOAT
+    is_norm = row_op in (RMS_NORM, LAYER_NORM) and of_stream
     return (from_half or is_norm) and threads >= 32 and vectors == 4
 
 
-def bytes_of_a_warp(source: int) -> int:
+def bytes_of_a_warp(row_op: int) -> int:
     """Shared memory in which a warp rotates 1,024 elements, see ``rotation.cuh``; of fp16 rows the next one's too."""
-    return 1024 * 4 + 1024 * 2 if source == FROM_HALF else 32 * 36 * 4
+    return 1024 * 4 + 1024 * 2 if loops_over(row_op) else 32 * 36 * 4
 
 
 def vectors_for(columns: int, threads: int) -> int:
@@ -378,7 +384,7 @@ def _possible_transform(
 ) -> bool:
     is_norm = row_op in (RMS_NORM, LAYER_NORM)
     if is_norm:
-        sources: tuple[int, ...] = (NONE, FROM_INT32)
+        sources: tuple[int, ...] = (FROM_HALF,) if target == CODES_AND_FLOAT else (NONE, FROM_INT32)
     else:
         sources = (FROM_HALF, FROM_FLOAT, FROM_INT32) if row_op == IDENTITY else (FROM_HALF, FROM_INT32)
     threads, vectors = size
@@ -389,9 +395,10 @@ def _possible_transform(
         and not (is_norm and threads * vectors * 8 > MAX_NORM_WIDTH)
         and (in_order == ROW or source == FROM_INT32)
         and (out_order == ROW or target == CODES)
-        and (rotated == NOT_ROTATED or target in (CODES, TO_HALF, CODES_AND_HALF))
+        and (rotated == NOT_ROTATED or target in (CODES, TO_HALF, CODES_AND_HALF, CODES_AND_FLOAT))
         and (rotated != IN_MEMORY or rotates_in_memory(source, row_op, target, threads, vectors))
         and (target != CODES_AND_HALF or (source == NONE and is_norm))
+        and (target != CODES_AND_FLOAT or is_norm)
         and (target != ADD_TO_FLOAT or (source == NONE and is_norm))
     )
 
