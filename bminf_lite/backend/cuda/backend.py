@@ -39,8 +39,11 @@ MIXED_SIZES = tuple(
 SOURCE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 """Tokens of captured sources. Products of more than 64 rows have tiles of 128, so sizes between would save little."""
 
-TEXT_SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""The same of texts that become vectors: of small models, the host bounds batches of more tokens."""
+TEXT_SIZES = (16, 32, 64, *range(128, 1025, 128), 1536, 2048, 3072, 4096)
+"""The same of texts that become vectors: of small models, the host bounds batches of more tokens.
+
+The device bounds a large model's from some hundred tokens on, where finer sizes pay.
+"""
 
 
 class CudaBackend(
