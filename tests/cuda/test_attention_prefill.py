@@ -26,6 +26,7 @@ from bminf_lite.cuda.kernels.attention.prefill import (
     AttentionMask,
     AttentionTileConfig,
     PrefillAttention,
+    is_light,
     synchronous,
     tile_config_for,
     tile_rows,
@@ -93,9 +94,10 @@ def test_short_texts_have_small_tiles_of_which_an_sm_runs_several() -> None:
     tile_of = functools.partial(tile_config_for, (9, 0), mask=AttentionMask.BIDIRECTIONAL)
     for mean, rows in ((266, SMALL_TILE), (2048, TILE)):
         sizes = 64 * mean, 64, 2 * mean, 2 * mean, 1
-        assert tile_rows(*sizes, AttentionMask.BIDIRECTIONAL, 32) == rows
-        assert tile_rows(*sizes, AttentionMask.BIDIRECTIONAL, 64) == TILE
-    assert [tile_of(depth, SMALL_TILE).blocks for depth in (32, 64, 128)] == [4, 2, 2]
+        assert tile_rows(*sizes, AttentionMask.BIDIRECTIONAL, light=True) == rows
+        assert tile_rows(*sizes, AttentionMask.BIDIRECTIONAL) == TILE
+    assert [tile_of(depth, SMALL_TILE).blocks for depth in (32, 64, 80, 128)] == [4, 4, 2, 2]
+    assert [is_light(capability, 64) for capability in ((8, 0), (9, 0), (10, 0))] == [False, True, False]
     assert tile_rows(64 * 266, 64, 512, 512, 1) == TILE
 
 

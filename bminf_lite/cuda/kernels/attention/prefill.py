@@ -27,7 +27,7 @@ from ..arrays import ceil_div
 from ..constants import BLOCK_SIZE, LARGE_SHARED_MEMORY, SEGMENT, AttentionMask, ScoreKind, attention_tile
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..sources import load
-from .heads import ELEMENTS, HALF, INT8, LARGE_HEAD_DIM, MAX_HEAD_DIM, Scores, max_head_dim
+from .heads import ELEMENTS, HALF, INT8, LARGE_HEAD_DIM, Scores, max_head_dim
 
 WARP = 32
 HOPPER_SHARED = (227 << 10) - 512
@@ -46,9 +46,9 @@ least ``CLUSTER_WORK`` products of a row and a key each.
 
 For less work, a launch with clusters has taken longer.
 """
-SHORT_ROWS, LIGHT_DEPTH = 512, 32
+SHORT_ROWS, LIGHT_DEPTH, LIGHT_DEPTH_90 = 512, 32, 64
 """Sequences of up to ``SHORT_ROWS`` rows in the mean, whose tokens see all of them, have tiles of ``SMALL_TILE`` rows
-if heads have up to ``LIGHT_DEPTH`` columns.
+if heads have up to ``LIGHT_DEPTH`` columns, on compute capability 9.0 up to ``LIGHT_DEPTH_90``.
 
 A sequence's last tile is rarely full, and a small tile of such heads leaves registers for four blocks an SM.
 """
@@ -159,14 +159,19 @@ def tile_rows(
     max_context_len: int,
     group: int,
     mask: AttentionMask = AttentionMask.CAUSAL,
-    depth: int = MAX_HEAD_DIM,
+    light: bool = False,
 ) -> int:
-    """One of ``TILE_ROWS`` for a launch of these sizes; a token has ``group`` rows, padded to ``depth`` columns."""
+    """One of ``TILE_ROWS`` for a launch of these sizes; a token has ``group`` rows. ``light``: see :func:`is_light`."""
     mean = tokens * group / batch_size
-    is_short = mask is AttentionMask.BIDIRECTIONAL and depth <= LIGHT_DEPTH and mean <= SHORT_ROWS
+    is_short = mask is AttentionMask.BIDIRECTIONAL and light and mean <= SHORT_ROWS
     if max_query_len * group <= SMALL_TILE or is_short:
         return SMALL_TILE
     return CLUSTER_TILE if mean >= CLUSTER_ROWS and mean * max_context_len >= CLUSTER_WORK else TILE
+
+
+def is_light(capability: Capability, depth: int) -> bool:
+    """Whether small tiles of heads padded to ``depth`` columns leave registers for four blocks an SM."""
+    return depth <= (LIGHT_DEPTH_90 if capability == (9, 0) else LIGHT_DEPTH)
 
 
 @functools.lru_cache(1024)
@@ -198,8 +203,8 @@ def tile_config_for(
     if depth > (64 if compute_capability >= (8, 0) else 96) and little:
         return tile(rows=64, blocks=2)
     rows = SMALL_TILE if biased else min(rows, TILE)  # the biases of 128 rows would not fit the registers
-    is_light = mask is AttentionMask.BIDIRECTIONAL and rows == SMALL_TILE and depth <= LIGHT_DEPTH and not biased
-    return tile(rows=rows, blocks=4 if is_light else 2)
+    is_small = mask is AttentionMask.BIDIRECTIONAL and rows == SMALL_TILE and not biased
+    return tile(rows=rows, blocks=4 if is_small and is_light(compute_capability, depth) else 2)
 
 
 @dataclass(frozen=True)
@@ -358,10 +363,10 @@ class PrefillAttention:
         int8: bool,
     ) -> PrefillPlan:
         group = heads // kv_heads
-        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group, mask, head_dim)
-        tile_config = tile_config_for(
-            self._device.compute_capability, -(-head_dim // 16) * 16, rows, mask, scores, int8
-        )
+        capability, depth = self._device.compute_capability, -(-head_dim // 16) * 16
+        light = is_light(capability, depth) and scores is ScoreKind.PLAIN
+        rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group, mask, light)
+        tile_config = tile_config_for(capability, depth, rows, mask, scores, int8)
         residents = self._num_sms * tile_config.blocks // tile_config.cluster
         parts = residents * (1 if tile_config.rows > SMALL_TILE else 2)
         tiles = (tokens * group + batch_size * (tile_config.rows - 1)) // tile_config.rows
