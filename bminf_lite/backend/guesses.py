@@ -5,7 +5,7 @@ step. A guess is drawn with the same word. Both draws take the token in which th
 are laid end to end by ascending token id, so they agree where both models' distributions lie over each other. The most
 likely token would be right only as often as the model draws it. A draft model's distribution is one of several that the
 model may have, and where they disagree about the position its likelier tokens are the better guess: so the temperature
-is that of the sequence times :data:`GUESS_HEAT`.
+is that of the sequence times :data:`.GUESS_HEAT`.
 
 No result depends on a guess, only how many of them are accepted. So what is left out here costs nothing but that:
 biases, penalties, masks, the least number of tokens, and what top-k, top-p and min-p drop, which are mostly tokens that
@@ -20,10 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .sampling import SamplerState, random_words
-from .values import Array, ForwardBatch
-
-GUESS_HEAT = 0.5
-"""The temperature of guesses, of that of the sequence."""
+from .values import GUESS_HEAT, Array, ForwardBatch
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ BLOCK_SIZE = 64
 """Tokens of a block of the key-value cache."""
 GPTQ_BLOCK = 128
 """Columns of a weight whose rounding errors GPTQ compensates together."""
+GUESS_HEAT = 0.5
+"""The temperature at which a draft model's guesses are drawn, of that of the sequence."""
 STATE_CHUNK = 16
 """Tokens of a chunk of a gated DeltaNet or of Mamba 2. Decoding reads a state and half a chunk's rows, and writes a
 state once per chunk. The fewest bytes are those of 16 tokens for a DeltaNet with heads of 128 elements and three value

@@ -17,7 +17,6 @@ from tolerances import assert_close
 
 from bminf_lite.backend import sampling
 from bminf_lite.backend.base import Backend
-from bminf_lite.backend.guesses import GUESS_HEAT
 from bminf_lite.backend.sampling import (
     MAX_LOGPROBS,
     NULL_ROW,
@@ -29,6 +28,7 @@ from bminf_lite.backend.sampling import (
     random_words,
     state_of,
 )
+from bminf_lite.backend.values import GUESS_HEAT
 from bminf_lite.cuda.kernels import constants
 from bminf_lite.cuda.kernels.sampling.sampler import ROWS_AT_ONCE
 from bminf_lite.cuda.kernels.sources import SOURCES

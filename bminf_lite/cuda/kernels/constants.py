@@ -8,9 +8,9 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ...backend.expert_values import GroupScore, MaskedScore, Score
-from ...backend.guesses import GUESS_HEAT
 from ...backend.values import BLOCK_SIZE as BLOCK_SIZE
 from ...backend.values import GPTQ_BLOCK as GPTQ_BLOCK
+from ...backend.values import GUESS_HEAT as GUESS_HEAT
 from ...backend.values import LATENT_SEGMENT as LATENT_SEGMENT
 from ...backend.values import POOLING_LANES as POOLING_LANES
 from ...backend.values import SEGMENT as SEGMENT
