@@ -129,6 +129,8 @@ def in_chunks(call: Call, kind: type[Chunk], inputs: Any) -> None:
         grid[:2] == (call.count, heads) and columns(state_rows, bool(call.number("PREPARED"))) * grid[2] >= dim,
         "blocks are missing",
     )
+    is_one = not is_draft.any() and np.diff(cu_seqlens).max(initial=0) <= 1
+    call.require(is_one or not ("ONE" in call.template and call.number("ONE")), "texts have more than one token")
     arrays = slot_arrays(call, int(slots.max(initial=0)) + 1, sizes)
     copied = [name for name in arrays if name not in ("state", "deltas")]
     kept = StateCache(arrays | {name: arrays[name].copy() for name in copied})

@@ -319,11 +319,10 @@ __device__ __forceinline__ void load_known_rows(
         if (first + i * WARPS_ < part.known) split_row<N>(keys, first + i * WARPS_, x[i]);
 }
 
-// Keys and queries of the chunk's new tokens. Called by all threads.
-template <int N, int THREADS_, class Rule>
+// Keys and queries of the chunk's new tokens, COUNT rows of a warp at once. Called by all threads.
+template <int N, int THREADS_, int COUNT, class Rule>
 __device__ __forceinline__ void load_new_rows(
     Rows<N, false>& rows, const Recurrence& net, const Rule& rule, const Part& part, int key_head) {
-    constexpr int COUNT = 4;  // rows of a warp that are loaded at once
     const int count = 2 * (part.count - part.known);
     constexpr int WARPS_ = THREADS_ / WARP;
 #pragma unroll 1
@@ -611,7 +610,7 @@ __device__ __forceinline__ void prepare(
         compute_channels<N>(shared.channels, shared.rows, shared.factors[0], part);
     } else {
         load_known_rows<N, THREADS>(shared.rows.keys, net, text, part, key_head);
-        load_new_rows<N, THREADS>(shared.rows, net, rule, part, key_head);
+        load_new_rows<N, THREADS, 4>(shared.rows, net, rule, part, key_head);
         if (warp < heads) load_decays(shared.factors[warp], net, rule, text, part, head + warp);
         if (Rule::CORRECTS)
             for (int i = 0; i < heads; ++i) load_known_solves(shared.factors[i], net, text, part, head + i);
@@ -686,9 +685,9 @@ struct State {
             }
     }
 
-    // Keys, if CORRECTS, and queries of new tokens times the state; all tokens of a WHOLE chunk are new. A lane gets
-    // those of its tokens: see Tokens.
-    template <bool CORRECTS, bool WHOLE, bool AHEAD, bool CHANNELS>
+    // Keys, if CORRECTS, and queries of new tokens times the state; all tokens of a WHOLE chunk are new, and with ONE
+    // the token behind the known ones. A lane gets those of its tokens: see Tokens.
+    template <bool CORRECTS, bool WHOLE, bool AHEAD, bool ONE, bool CHANNELS>
     __device__ __forceinline__ void read(float (&found)[2][4], const Rows<N, CHANNELS>& rows, const Part& part) const {
         const int lane = threadIdx.x % WARP;
         float largest[2] = {};  // AHEAD in two chains
@@ -702,17 +701,18 @@ struct State {
 #pragma unroll
         for (int kind = 0; kind < 2; ++kind) {
             const Vectors<N>& vectors = rows.reading(kind);
-            at[kind] = cast_smem_ptr_to_uint(&(lane < 16 ? vectors.high : vectors.low)[lane % 8][lane / 8 % 2 * 8]);
+            const int row = (ONE ? part.known / 8 * 8 : 0) + lane % 8;
+            at[kind] = cast_smem_ptr_to_uint(&(lane < 16 ? vectors.high : vectors.low)[row][lane / 8 % 2 * 8]);
         }
-        constexpr int EIGHTH = 8 * (N + 8) * sizeof(__half);
-        StackedProduct products[2][2] = {};
-        unsigned b[2][2][2][4];  // of a step, and AHEAD of the next one
+        constexpr int EIGHTH = 8 * (N + 8) * sizeof(__half), EIGHTHS = ONE ? 1 : 2;
+        StackedProduct products[2][EIGHTHS] = {};
+        unsigned b[2][2][EIGHTHS][4];  // of a step, and AHEAD of the next one
         const auto each = [&](auto f) {
 #pragma unroll
             for (int kind = !CORRECTS; kind < 2; ++kind)
 #pragma unroll
-                for (int eighth = 0; eighth < 2; ++eighth)
-                    if (WHOLE || part.has_new(eighth)) f(kind, eighth);
+                for (int eighth = 0; eighth < EIGHTHS; ++eighth)
+                    if (WHOLE || ONE || part.has_new(eighth)) f(kind, eighth);
         };
         const auto load = [&](int k, int kind, int eighth) {
             ldmatrix_x4(b[k % 2][kind][eighth], at[kind] + eighth * EIGHTH + k * 32);
@@ -737,7 +737,7 @@ struct State {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float of_row = rows.reading(kind).unit[i / 2 * 8 + lane % 4 * 2 + i % 2];
-                found[kind][i] = __fmul_rn(__fmul_rn(products[kind][i / 2].sum(i % 2), unit.unit), of_row);
+                found[kind][i] = __fmul_rn(__fmul_rn(products[kind][i / 2 % EIGHTHS].sum(i % 2), unit.unit), of_row);
             }
     }
 
@@ -880,7 +880,7 @@ __device__ __forceinline__ bool begin(
 }
 
 // Prepares a chunk in a block of `scan`, but for `solve`, which one warp still does. Called by all threads.
-template <int N, int STAGES, class Rule>
+template <int N, int STAGES, bool ONE, class Rule>
 __device__ __forceinline__ void prepare_here(
     Shared<N, STAGES, Rule::CHANNELS>& shared, Stage<N, Rule::CHANNELS>& stage, const Recurrence& net, const Rule& rule,
     const Text& text, const Part& part, int head, int key_head, int chunk, float* sums) {
@@ -896,7 +896,7 @@ __device__ __forceinline__ void prepare_here(
         compute_channels<N>(shared.channels, stage.rows, stage.factors, part);
     } else {
         if (chunk) load_known_rows<N, SCAN_THREADS<N, STAGES == 2>>(stage.rows.keys, net, text, part, key_head);
-        load_new_rows<N, SCAN_THREADS<N, STAGES == 2>>(stage.rows, net, rule, part, key_head);
+        load_new_rows<N, SCAN_THREADS<N, STAGES == 2>, ONE ? 1 : 4>(stage.rows, net, rule, part, key_head);
         if (warp == last_warp) load_decays(stage.factors, net, rule, text, part, head);
         if (Rule::CORRECTS && chunk) load_known_solves(stage.factors, net, text, part, head);
         __syncthreads();
@@ -915,8 +915,9 @@ __device__ __forceinline__ void prepare_here(
 
 // Outputs of all tokens, fp32 [T, out_pitch], and what the step keeps of them, `sums` fp32 [T, sums_pitch], where they
 // are not prepared. States and differences go to the slots. The grid is (sequences, value_heads, value_dim / COLUMNS).
-// Chunks lie in `rows` and `factors`: see `prepare`. `begin` came before.
-template <int N, bool PREPARED, class Rule>
+// Chunks lie in `rows` and `factors`: see `prepare`. `begin` came before. With ONE, each text has one new token: then
+// the state is not needed behind the chunk that it ends in.
+template <int N, bool PREPARED, bool ONE, class Rule>
 __device__ __forceinline__ void scan(
     const Recurrence& net, const Rule& rule, const Text& text, const char* rows, const char* factors, float* sums,
     float* out, long long out_pitch, State<N>& state, Shared<N, PREPARED ? 2 : 1, Rule::CHANNELS>& shared) {
@@ -948,12 +949,23 @@ __device__ __forceinline__ void scan(
                     shared.stages[PREPARED ? (chunk + 1) % 2 : 0], own_rows, own_factors);
             }
         } else {
-            prepare_here<N>(shared, stage, net, rule, text, part, head, key_head, chunk, sums);
+            prepare_here<N, PREPARED ? 2 : 1, ONE>(shared, stage, net, rule, text, part, head, key_head, chunk, sums);
         }
         const Tokens values = next;
         if (!is_last) next.load(net, rule, text, Part(text, chunk + 1), value);
+        // If the last token that is no draft lies in this chunk, the state at its start is kept.
+        const auto keep = [&] {
+            if (text.own_stop <= part.end || text.own_stop > part.end + CHUNK || (chunk == 0 && text.start)) return;
+            float* kept =
+                net.states + text.slot * net.states_pitch + static_cast<long long>(head) * net.key_dim * net.value_dim;
+            state.each(net, first_column, kept, [&](float x, float* to, bool exists) {
+                if (exists) *to = x;
+            });
+        };
+        if (ONE) keep();
         Tokens own;
         float differences[CHUNK];
+        const bool has_new = !ONE || part.known < CHUNK;
         // Outputs, differences of the column, and those of the lane's tokens.
         const auto compute = [&](auto flag) {
             constexpr bool WHOLE = decltype(flag)::VALUE;
@@ -961,7 +973,8 @@ __device__ __forceinline__ void scan(
                 return WHOLE || (Tokens::row(i) >= part.known && Tokens::row(i) < part.count);
             };
             float read[2][4];
-            state.template read<Rule::CORRECTS, WHOLE, PREPARED, Rule::CHANNELS>(read, stage.rows, part);
+            if (has_new)
+                state.template read<Rule::CORRECTS, WHOLE, PREPARED, ONE, Rule::CHANNELS>(read, stage.rows, part);
             if (!is_prepared) __syncthreads();
             own = values;
 #pragma unroll
@@ -977,6 +990,7 @@ __device__ __forceinline__ void scan(
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < CHUNK; j += 4) Tokens::load_4(differences + j, room + j);
+            if (!has_new) return;
             Tokens found;
             found.add(stage.factors.reads, differences);
             float* const first = out + (part.token - part.known) * out_pitch + value;
@@ -999,15 +1013,8 @@ __device__ __forceinline__ void scan(
                     ring[net.ring_row(part.end + row) * net.values()] = room[row];
             }
         }
-        // The last token that is no draft lies in this chunk: the state at its start is kept.
-        if (text.own_stop > part.end && text.own_stop <= part.end + CHUNK && (chunk || text.start == 0)) {
-            float* kept =
-                net.states + text.slot * net.states_pitch + static_cast<long long>(head) * net.key_dim * net.value_dim;
-            state.each(net, first_column, kept, [&](float x, float* to, bool exists) {
-                if (exists) *to = x;
-            });
-        }
-        if (is_last) break;
+        if (!ONE) keep();
+        if (ONE ? has_new : is_last) break;
         if (Rule::CORRECTS) own.add(stage.factors.solves, differences);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

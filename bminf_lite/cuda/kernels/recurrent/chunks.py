@@ -143,6 +143,10 @@ class ChunkKernels(ABC):
     def template(self, heads: Heads, *arguments: str) -> str:
         """The template arguments of a kernel; ``arguments`` are those behind the number of rows."""
 
+    def scan_arguments(self, batch: ForwardBatch) -> tuple[str, ...]:
+        """Template arguments of the scan behind that which says whether chunks are prepared."""
+        return ()
+
     def prepared(self, heads: Heads, ring_rows: int, batch: ForwardBatch) -> Prepared:
         """The memory of chunks that a step prepares."""
         fits = heads.shared_bytes(2) <= self._launcher.max_shared and ring_rows <= MAX_PREPARED_RING
@@ -245,7 +249,7 @@ class ChunkKernels(ABC):
         self._launcher.launch(
             step,
             self.source,
-            f"{self.scan}{self.template(heads, BOOLEANS[is_prepared])}",
+            f"{self.scan}{self.template(heads, BOOLEANS[is_prepared], *self.scan_arguments(batch))}",
             (batch.batch_size, heads.value_heads, ceil_div(heads.value_dim, columns(heads.rows, is_prepared))),
             scan_threads(heads.rows, is_prepared),
             (*net, *rule, rows, factors, sums.data.ptr, found.data.ptr, pitch_of(found), not is_unwritten),

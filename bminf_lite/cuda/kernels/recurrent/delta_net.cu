@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(SCAN_THREADS<MAX_KEY_DIM, PREPARED>, 2) delta_
     wait_on_dependent_grids();
     if (!has_text) return;
     const Rule<CHANNELS> rule(inputs);
-    scan<MAX_KEY_DIM, PREPARED>(net, rule, text, rows, factors, sums, out, out_pitch, state, shared);
+    scan<MAX_KEY_DIM, PREPARED, false>(net, rule, text, rows, factors, sums, out, out_pitch, state, shared);
 }
 
 // out = fp16(norm(x) * silu(gate)), or with CHANNELS fp16(norm(x) * sigmoid(gate)), of each head, fp16 [T, out_pitch];

@@ -9,6 +9,12 @@ using namespace bminf;
 
 constexpr int AT_ONCE = 4;  // elements that a thread keeps in registers
 
+// The least blocks of `state_space` that share an SM. With one new token most of a block's time is waiting.
+template <int N, bool PREPARED, bool ONE>
+constexpr int SCAN_BLOCKS = N > 128 ? (PREPARED ? 1 : 2)
+                            : ONE   ? 3
+                                    : 2;
+
 // See `prepare`, of states of up to N rows.
 template <int N>
 __global__ void __launch_bounds__(THREADS)
@@ -20,8 +26,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // See `scan`. Unless it `waits`, what the slots keep is read before the kernel's predecessors have ended.
-template <int N, bool PREPARED>
-__global__ void __launch_bounds__(SCAN_THREADS<N, PREPARED>, PREPARED&& N > 128 ? 1 : 2) state_space(
+template <int N, bool PREPARED, bool ONE>
+__global__ void __launch_bounds__(SCAN_THREADS<N, PREPARED>, SCAN_BLOCKS<N, PREPARED, ONE>) state_space(
     const Recurrence net, const StateSpace rule, const char* rows, const char* factors, float* sums, float* out,
     long long out_pitch, int waits) {
     extern __shared__ __align__(16) char memory[];
@@ -32,7 +38,7 @@ __global__ void __launch_bounds__(SCAN_THREADS<N, PREPARED>, PREPARED&& N > 128 
     Text text;
     const bool has_text = begin<N, PREPARED, StateSpace>(net, text, state, shared);
     wait_on_dependent_grids();
-    if (has_text) scan<N, PREPARED>(net, rule, text, rows, factors, sums, out, out_pitch, state, shared);
+    if (has_text) scan<N, PREPARED, ONE>(net, rule, text, rows, factors, sums, out, out_pitch, state, shared);
 }
 
 // out = fp16(norm(x * silu(gate))), or with norm_first fp16(norm(x) * silu(gate)), of norm_groups parts of each row,

@@ -36,10 +36,18 @@ class Mamba2Kernels(ChunkKernels):
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
         yield KernelFamily(cls.source, cls.prepare, (STATE_ROWS,))
-        yield KernelFamily(cls.source, cls.scan, (STATE_ROWS, BOOLEANS))
+        yield KernelFamily(cls.source, cls.scan, (STATE_ROWS, BOOLEANS, BOOLEANS), cls._is_scan)
         yield KernelFamily(cls.source, "state_output", (STATE_ROWS,))
         if capability >= (9, 0):
             yield KernelFamily(cls.token_source, "state_token", (STATE_ROWS[:1],))
+
+    @staticmethod
+    def _is_scan(rows: int, prepared: str, one: str) -> bool:
+        """Whether such a scan is launched: no chunks are prepared of texts that have one new token."""
+        return (prepared, one) != (BOOLEANS[1], BOOLEANS[1])
+
+    def scan_arguments(self, batch: ForwardBatch) -> tuple[str, ...]:
+        return (BOOLEANS[batch.max_query_len == 1 and not batch.has_drafts],)
 
     def template(self, heads: Heads, *arguments: str) -> str:
         return f"<{', '.join((str(heads.rows), *arguments))}>"
