@@ -126,7 +126,8 @@ def test_pairs_with_adapters(
     def products(side: PairSide | None, kernels: Any) -> np.ndarray:
         out = cp.asarray(np.full((len(order), half), np.nan, np.float16))
         if kind == "w8a8":
-            kernels.launch(None, *given, pairs.offsets, weight, out, activation, side=side)
+            claimed = cp.asarray(np.zeros(1, np.int32))
+            kernels.launch(None, *given, pairs.offsets, claimed, weight, out, activation, side=side)
         else:
             rows_of = None if by_pair else pairs.pairs
             kernels.launch(None, given, rows_of, TOP_K, pairs.offsets, weight, out, activation, side=side)

@@ -30,6 +30,7 @@ from bminf_lite.backend.routing import route
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from bminf_lite.cuda.kernels.constants import GROUPED_PRODUCTS  # noqa: E402
 from bminf_lite.cuda.kernels.experts import router  # noqa: E402
 from bminf_lite.cuda.kernels.experts.grouped_gemm import GroupedGemm  # noqa: E402
 from bminf_lite.cuda.kernels.experts.layer import ExpertKernels, ExpertLayerWeights  # noqa: E402
@@ -229,6 +230,7 @@ def test_pairs_are_sorted_as_defined(
         empty((pairs,), np.int32),
         empty((pairs, 32), np.int8),
         empty((pairs,), np.float32),
+        claimed=empty((GROUPED_PRODUCTS,), np.int32),
     )
     kernels.pairs.sort(
         None, cp.asarray(ids), cp.asarray(codes), cp.asarray(scales), cp.asarray(factors) if scaled else None, out
@@ -240,6 +242,7 @@ def test_pairs_are_sorted_as_defined(
     np.testing.assert_array_equal(cp.asnumpy(out.codes), codes[order // top_k])
     expected = scales[order // top_k] * (factors.ravel()[order] if scaled else np.float32(1))
     np.testing.assert_array_equal(cp.asnumpy(out.scales), expected)
+    assert not cp.asnumpy(out.claimed).any()
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -279,9 +282,8 @@ def product(kernels: ExpertKernels, layer: RandomLayer, counts: list[int], activ
     scales = layer.random.uniform(1e-3, 1e-2, len(codes)).astype(np.float32)
     features = weight.out_features // (2 if activation and activation.gated else 1)
     out = empty((len(codes) + 1, features + 8), np.float16)
-    kernels.grouped.launch(
-        None, codes_on_device(codes, cp.asarray), cp.asarray(scales), cp.asarray(offsets), weight, out, activation
-    )
+    given = [cp.asarray(v) for v in (scales, offsets, np.zeros(1, np.int32))]
+    kernels.grouped.launch(None, codes_on_device(codes, cp.asarray), *given, weight, out, activation)
     found = cp.asnumpy(out)
     assert np.isnan(found[-1]).all() and np.isnan(found[:, features:]).all()
     y = rounded(expert_linear_codes(codes, scales, experts, layer.layer.hidden), np.dtype(np.float16))
@@ -296,6 +298,9 @@ SHAPES = [
     (Sizes(48, 72, 16, 5, 2, bias=False), [8, 40, 65, 2, 0]),
     (Sizes(400, 64, 16, 2, 2), [130, 70]),  # several tiles of rows
     (Sizes(800, 136, 16, 3, 2), [90, 121, 155]),  # tiles of other numbers of rows, of more columns than stages hold
+    # more tiles than a GPU has SMs, of very different numbers of rows
+    (Sizes(136, 2056, 16, 24, 2), [37 * i % 200 for i in range(24)]),
+    (Sizes(800, 2056, 16, 24, 2), [5 * i % 9 for i in range(24)]),
 ]
 
 

@@ -29,6 +29,7 @@ from bminf_lite.cuda.kernels.constants import (
     EXPERT_FLOAT_THREADS,
     FETCH_THREADS,
     FEW_THREADS,
+    GROUPED_PRODUCTS,
     GROUPED_THREADS,
     ROUTER_THREADS,
     ROUTER_TILE,
@@ -170,6 +171,8 @@ def sort_by_expert(call: Call) -> None:
     ids = call.vector("topk_ids", pairs, np.int32)
     order, offsets = experts_in_order(ids[:, None], experts)
     call.vector("offsets", experts + 1, np.int32)[...] = offsets
+    if call.claimed:
+        call.vector("claimed", GROUPED_PRODUCTS, np.int32)[...] = 0
     call.vector("sorted_pairs", pairs, np.int32)[...] = order
     call.vector("places", pairs, np.int32)[order] = np.arange(pairs, dtype=np.int32)
     tokens, width = pairs // call.top_k, call.words * 16
@@ -327,6 +330,9 @@ def grouped_gemm_hopper(call: Call, adapted: Added | None = None) -> None:
     experts = sorted_experts(call, call.experts)
     x, other, w = call.mapped("x8_map", 8), call.mapped("x_map", 32), call.mapped("w_map", 128)
     call.require(x.shape == other.shape and len(x) == len(experts) and call.steps * 128 >= x.shape[1], "rows or steps")
+    claimed = call.vector("claimed", 1, np.int32)
+    call.require(claimed[0] == 0, "the counter of tiles is not zero")
+    claimed[0] = 1
     weight = w.reshape(-1, call.n, w.shape[1])[slots_of(call, call.experts, experts)]
     factors = call.vector("x_scale", len(experts), F32)
     write_products(call, product(call, x, experts, weight, factors, adapted and adapted(call, experts, call.n)))

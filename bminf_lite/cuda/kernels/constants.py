@@ -317,6 +317,8 @@ SORT_THREADS = 1024
 SORT_LIST = 1024
 """Pairs that a block sorts, at most."""
 SUM_THREADS = 256
+GROUPED_PRODUCTS = 2
+"""Grouped products of a layer, each with a counter of the tiles that its blocks have claimed."""
 FEW_THREADS = 512
 FEW_CHUNK = 512
 """As ``GEMV_CHUNK``, for the experts of a few tokens."""
@@ -331,6 +333,8 @@ GROUPED_COLUMNS = 128
 EXPERT_FLOAT_THREADS = 256
 """Threads of a block of float products with sorted pairs."""
 GROUPED_HOPPER_WEIGHT_BOX = 128
+GROUPED_HOPPER_STAGE_STATE_BYTES = 32
+"""Bytes of a stage beside its operands: two barriers, the number of the tile that begins with it, and padding."""
 """Rows of the weight in a box, on compute capability 9.0."""
 FETCH_THREADS = 1024
 """Threads of the block that finds which experts are missing in the slots of a cache."""
@@ -458,6 +462,7 @@ HEADERS = {
         SORT_THREADS=SORT_THREADS,
         SORT_LIST=SORT_LIST,
         SUM_THREADS=SUM_THREADS,
+        GROUPED_PRODUCTS=GROUPED_PRODUCTS,
         FEW_THREADS=FEW_THREADS,
         FEW_CHUNK=FEW_CHUNK,
         MAX_FEW_PAIRS=MAX_FEW_PAIRS,
@@ -471,7 +476,11 @@ HEADERS = {
         EXPERT_CHOICE=EXPERT_CHOICE,
         CLAMPED_SWIGLU=CLAMPED_SWIGLU,
     ),
-    "constants/grouped_gemm_hopper.cuh": render_header(BLOCK_K=GROUPED_COLUMNS, W_BOX=GROUPED_HOPPER_WEIGHT_BOX),
+    "constants/grouped_gemm_hopper.cuh": render_header(
+        BLOCK_K=GROUPED_COLUMNS,
+        W_BOX=GROUPED_HOPPER_WEIGHT_BOX,
+        STAGE_STATE_BYTES=GROUPED_HOPPER_STAGE_STATE_BYTES,
+    ),
     "constants/dp4a.cuh": render_header(TILE=DP4A_TILE),
     "constants/sampling.cuh": render_header(
         CHUNK=SAMPLING_CHUNK,

@@ -59,6 +59,7 @@ class GroupedGemm:
         codes: cp.ndarray,
         scales: cp.ndarray,
         offsets: cp.ndarray,
+        claimed: cp.ndarray,
         weight: ExpertMatrices,
         out: cp.ndarray,
         activation: ExpertActivation | None = None,
@@ -67,9 +68,10 @@ class GroupedGemm:
     ) -> None:
         """The products of sorted pairs, int8 ``[P, pitch]`` with ``scales`` fp32 ``[P]``, as fp16 ``[P, features]``.
 
-        ``offsets`` int32 ``[experts + 1]`` are those of :class:`.SortedPairs`. With an ``activation`` that is gated,
-        half as many features. ``early``: the offsets were complete before the kernel can start, because another product
-        has read them. A ``side`` product is added to each.
+        ``offsets`` int32 ``[experts + 1]`` are those of :class:`.SortedPairs`. ``claimed`` int32 ``[1]`` is the counter
+        of this product, zero before and not afterwards; blocks with fixed tiles, as here, do not read it. With an
+        ``activation`` that is gated, half as many features. ``early``: the offsets were complete before the kernel can
+        start, because another product has read them. A ``side`` product is added to each.
         """
         pairs, (epilogue, function) = len(codes), epilogue_of(activation)
         kernel, grid, shared = self._plan(

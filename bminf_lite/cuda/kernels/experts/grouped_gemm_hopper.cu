@@ -22,12 +22,14 @@ namespace bminf {
 
 constexpr int WARPS = 2 * WARPGROUP / WARP;  // that multiply
 constexpr int SMALL_BOX = 8, BOX = 32;       // rows of x in a box of the two tensor maps
+constexpr int CLAIM_AHEAD = 4;               // steps from claiming a tile to its first one
 
 // The width of the instruction for a tile of `rows` rows.
 __device__ __forceinline__ int width_for(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : (rows + 31) / 32 * 32; }
 
 // Shared memory of a block: `stages` stages of BLOCK_M channels of the weight and then MAX_N rows of x; two pieces of
-// results of each warpgroup; two buffers of the scales of a tile's rows for each; two barriers for each stage; tiles.
+// results of each warpgroup; two buffers of the scales of a tile's rows for each; for each stage STAGE_STATE_BYTES
+// for two barriers and the number of a tile that begins with it; tiles.
 template <int BLOCK_M, int MAX_N>
 struct GroupedShared {
     static constexpr int STAGE = (BLOCK_M + MAX_N) * BLOCK_K;
@@ -46,11 +48,12 @@ struct GroupedShared {
         return reinterpret_cast<float*>(memory + stages * STAGE + 4 * PIECE_BYTES) + (group * 2 + buffer) * MAX_N;
     }
     __device__ __forceinline__ unsigned full(int stage) const {
-        return cast_smem_ptr_to_uint(scales(2, 0)) + stage * 16;
+        return cast_smem_ptr_to_uint(scales(2, 0)) + stage * STAGE_STATE_BYTES;
     }
     __device__ __forceinline__ unsigned empty(int stage) const { return full(stage) + 8; }
+    __device__ __forceinline__ unsigned number(int stage) const { return full(stage) + 16; }
     __device__ __forceinline__ ExpertTiles& tiles() const {
-        return *reinterpret_cast<ExpertTiles*>(reinterpret_cast<char*>(scales(2, 0)) + stages * 16);
+        return *reinterpret_cast<ExpertTiles*>(reinterpret_cast<char*>(scales(2, 0)) + stages * STAGE_STATE_BYTES);
     }
     __device__ __forceinline__ void init() const {
         for (int i = 0; i < stages; ++i) {
@@ -63,41 +66,48 @@ struct GroupedShared {
 
 // ---- the loads ---------------------------------------------------------------------------------------------------
 
-// The thread that loads. `n`: channels of an expert; slots: see slots.cuh.
+// The thread that loads. `n`: channels of an expert; slots: see slots.cuh; claimed: see Products.
+//
+// A block claims another tile when it is about to have loaded one. Tiles have different numbers of rows, so with a
+// fixed share of them some blocks would work longer than others.
 template <int BLOCK_M, int MAX_N>
 struct Producer {
     const GroupedShared<BLOCK_M, MAX_N>& shared;
     const TensorMap &small_map, &x_map, &w_map;
     const int* slots;
+    int* claimed;
     int n, steps;
 
-    // Loads the tiles of this block, of `end` tiles. EARLY: see the kernel.
+    // Loads the tiles of this block, of `end` tiles, and then says that it has no more. EARLY: see the kernel.
     template <bool EARLY>
     __device__ __forceinline__ void run(const ExpertTiles& tiles, int experts, int weight_tiles, int end) const {
-        int early = 0;
         if constexpr (EARLY) {
             if (blockIdx.x < end) {
-                early = min(shared.stages, steps);
+                const int early = min(shared.stages, steps);
                 const ExpertTile tile = tiles.find(blockIdx.x, experts, weight_tiles);
                 const int channel = first_channel(tile);
-                for (int step = 0; step < early; ++step) load_weight(tile, channel, step, step);
+                for (int step = 0; step < early; ++step) load_weight(tile, blockIdx.x, channel, step, step);
             }
             wait_on_dependent_grids();
         }
         PipelineState pipe(shared.stages);
-        int count = 0;
-        for (int index = blockIdx.x; index < end; index += gridDim.x) {
+        int index = blockIdx.x;
+        for (bool is_first = true; index < end; is_first = false) {
             const ExpertTile tile = tiles.find(index, experts, weight_tiles);
             const int channel = first_channel(tile);
 #pragma unroll 1
-            for (int step = 0; step < steps; ++step, ++count, pipe.next()) {
-                if (count >= early) {
+            for (int step = 0; step < steps; ++step, pipe.next()) {
+                if (!EARLY || !is_first || step >= shared.stages) {
                     mbarrier_wait(shared.empty(pipe.index), pipe.phase ^ 1);
-                    load_weight(tile, channel, step, pipe.index);
+                    load_weight(tile, index, channel, step, pipe.index);
                 }
                 load_rows(tile, step, pipe.index);
+                if (step == max(0, steps - CLAIM_AHEAD)) index = gridDim.x + atomicAdd(claimed, 1);
             }
         }
+        mbarrier_wait(shared.empty(pipe.index), pipe.phase ^ 1);
+        st_shared_word(shared.number(pipe.index), end);
+        mbarrier_arrive(shared.full(pipe.index));
     }
 
 private:
@@ -105,7 +115,10 @@ private:
     __device__ __forceinline__ int first_channel(const ExpertTile& tile) const {
         return slot_of(slots, tile.expert) * n + tile.weight_tile * BLOCK_M;
     }
-    __device__ __forceinline__ void load_weight(const ExpertTile& tile, int channel, int step, int stage) const {
+    // index: that of the tile, which counts for its first step.
+    __device__ __forceinline__ void load_weight(
+        const ExpertTile& tile, int index, int channel, int step, int stage) const {
+        if (step == 0) st_shared_word(shared.number(stage), index);
         mbarrier_arrive_expect_tx(shared.full(stage), (BLOCK_M + width_for(tile.rows)) * BLOCK_K);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / W_BOX; ++i)
@@ -173,6 +186,12 @@ struct Consumer {
     __device__ __forceinline__ static unsigned place(int row, int chunk) {
         constexpr int EACH = CHUNKS < 8 ? 8 / CHUNKS : 1;  // rows of 128 bytes
         return row * (OUTPUTS * 2) + (chunk ^ (row / EACH % (CHUNKS < 8 ? CHUNKS : 8))) * 16;
+    }
+
+    // The number of the tile that begins with the next stage.
+    __device__ __forceinline__ int next_tile() const {
+        mbarrier_wait(shared.full(pipe.index), pipe.phase);
+        return ld_shared(shared.number(pipe.index));
     }
 
     __device__ __forceinline__ void compute(const ExpertTile& tile) {
@@ -401,10 +420,12 @@ private:
     }
 };
 
-// The operands of the products but their tensor maps and what adapters add. `steps` stages cover a row of x.
+// The operands of the products but their tensor maps and what adapters add. `steps` stages cover a row of x. claimed:
+// how many tiles blocks have claimed behind the first one of each; 0 before.
 struct Products {
     const float* x_scale;
     const int *offsets, *slots;
+    int* claimed;
     const float *w_scale, *bias;
     __half* out;
     long long out_pitch;
@@ -428,7 +449,7 @@ __device__ __forceinline__ void multiply(
     if (threadIdx.x >= 2 * WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 2 * WARPGROUP)
-            Producer<BLOCK_M, MAX_N>{shared, x8_map, x_map, w_map, products.slots, n, products.steps}
+            Producer<BLOCK_M, MAX_N>{shared, x8_map, x_map, w_map, products.slots, products.claimed, n, products.steps}
                 .template run<EARLY>(tiles, experts, weight_tiles, end);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
@@ -443,7 +464,7 @@ __device__ __forceinline__ void multiply(
             products.steps,
             PipelineState(products.stages),
             typename Worker::Sums(side)};
-        for (int index = blockIdx.x; index < end; index += gridDim.x)
+        for (int index = blockIdx.x; index < end; index = consumer.next_tile())
             consumer.compute(tiles.find(index, experts, weight_tiles));
     }
 }
@@ -455,25 +476,25 @@ __device__ __forceinline__ void multiply(
 // shared memory: see GroupedShared.
 template <int BLOCK_M, int MAX_N, int EPILOGUE, int F, bool EARLY>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) grouped_gemm_hopper(
-    const float* x_scale, const int* offsets, const int* slots, const float* w_scale, const float* bias, __half* out,
-    long long out_pitch, int experts, int n, int steps, int stages, float limit, float alpha,
+    const float* x_scale, const int* offsets, const int* slots, int* claimed, const float* w_scale, const float* bias,
+    __half* out, long long out_pitch, int experts, int n, int steps, int stages, float limit, float alpha,
     const __grid_constant__ TensorMap x8_map, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap w_map) {
     multiply<BLOCK_M, MAX_N, EPILOGUE, F, EARLY>(
-        {x_scale, offsets, slots, w_scale, bias, out, out_pitch, experts, n, steps, stages, {limit, alpha}}, x8_map,
-        x_map, w_map, NoSide());
+        {x_scale, offsets, slots, claimed, w_scale, bias, out, out_pitch, experts, n, steps, stages, {limit, alpha}},
+        x8_map, x_map, w_map, NoSide());
 }
 
 // The same with what adapters add.
 template <int BLOCK_M, int MAX_N, int EPILOGUE, int F, bool EARLY>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) grouped_gemm_hopper_adapted(
-    const PairSide side, const float* x_scale, const int* offsets, const int* slots, const float* w_scale,
+    const PairSide side, const float* x_scale, const int* offsets, const int* slots, int* claimed, const float* w_scale,
     const float* bias, __half* out, long long out_pitch, int experts, int n, int steps, int stages, float limit,
     float alpha, const __grid_constant__ TensorMap x8_map, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap w_map) {
     multiply<BLOCK_M, MAX_N, EPILOGUE, F, EARLY>(
-        {x_scale, offsets, slots, w_scale, bias, out, out_pitch, experts, n, steps, stages, {limit, alpha}}, x8_map,
-        x_map, w_map, side);
+        {x_scale, offsets, slots, claimed, w_scale, bias, out, out_pitch, experts, n, steps, stages, {limit, alpha}},
+        x8_map, x_map, w_map, side);
 }
 
 }  // namespace bminf

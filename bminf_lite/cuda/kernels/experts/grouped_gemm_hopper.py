@@ -14,6 +14,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.tensor_maps import TensorMapDataType, tensor_map_2d
 from ..arrays import ceil_div, nbytes_of, pitch_of, round_up
 from ..constants import GROUPED_COLUMNS, Epilogue
+from ..constants import GROUPED_HOPPER_STAGE_STATE_BYTES as STAGE_STATE_BYTES
 from ..constants import GROUPED_HOPPER_WEIGHT_BOX as WEIGHT_BOX
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
@@ -44,12 +45,15 @@ class GroupedTile:
 
     def stages(self, room: int) -> int:
         """Stages of the pipeline in ``room`` bytes of shared memory."""
-        stage = (self.channels + self.rows) * GROUPED_COLUMNS + 16
-        return min(MAX_STAGES, (room - self._fixed) // stage)
+        return min(MAX_STAGES, (room - self._fixed) // self._stage)
 
     def shared(self, stages: int) -> int:
         """Bytes of shared memory."""
-        return self._fixed + stages * ((self.channels + self.rows) * GROUPED_COLUMNS + 16)
+        return self._fixed + stages * self._stage
+
+    @property
+    def _stage(self) -> int:
+        return (self.channels + self.rows) * GROUPED_COLUMNS + STAGE_STATE_BYTES
 
     @property
     def _fixed(self) -> int:
@@ -85,6 +89,7 @@ class GroupedGemmHopper(GroupedGemm):
         codes: cp.ndarray,
         scales: cp.ndarray,
         offsets: cp.ndarray,
+        claimed: cp.ndarray,
         weight: ExpertMatrices,
         out: cp.ndarray,
         activation: ExpertActivation | None = None,
@@ -107,7 +112,7 @@ class GroupedGemmHopper(GroupedGemm):
             weight.matrix.data.ptr, TensorMapDataType.INT8, channels, columns, weight.pitch, WEIGHT_BOX
         )
         clamp = (0.0, 0.0) if activation is None else clamp_arguments(activation)
-        _, *operands = weight.arguments
+        _, slots, *operands = weight.arguments
         kernel(
             grid,
             THREADS,
@@ -115,6 +120,8 @@ class GroupedGemmHopper(GroupedGemm):
                 *(side.arguments if side is not None else ()),
                 scales.data.ptr,
                 offsets.data.ptr,
+                slots,
+                claimed.data.ptr,
                 *operands,
                 out.data.ptr,
                 pitch_of(out),

@@ -15,6 +15,7 @@ import numpy as np
 from ....backend.expert_values import ExpertActivation
 from ....backend.values import Norm
 from ..arrays import PAD, nbytes_of, pitch_of, round_up
+from ..constants import GROUPED_PRODUCTS
 from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import CODES, ROW, RowKernels, RowTarget, array_source, array_target
@@ -187,7 +188,8 @@ class ExpertKernels:
         slots, sorted_slots = None, None
         if adapters is not None:
             slots, sorted_slots = adapters.slots, empty((pairs,), np.int32)
-        ordered = SortedPairs(offsets, order, places, slots=sorted_slots)
+        counters = empty((GROUPED_PRODUCTS,), np.int32)
+        ordered = SortedPairs(offsets, order, places, slots=sorted_slots, claimed=counters)
 
         def side_of(x: cp.ndarray, of: ExpertAdapterArrays, by_pair: bool) -> PairSide | None:
             """The side product of sorted pairs with one of the weights, whose inputs are ready."""
@@ -205,7 +207,10 @@ class ExpertKernels:
             self.pairs.sort(step, routing.ids, codes, scales, factors, quantized, slots)
             if adapters is not None:
                 side = side_of(adapters.x, adapters.adapters.hidden, False)
-            self.grouped.launch(step, row_codes, row_scales, offsets, layer.hidden, hidden, layer.activation, side=side)
+            claimed = counters[:1]
+            self.grouped.launch(
+                step, row_codes, row_scales, offsets, claimed, layer.hidden, hidden, layer.activation, side=side
+            )
         else:
             assert not spec.scales_input, "the weights of experts multiply quantized inputs only"
             self.pairs.sort(step, routing.ids, None, None, None, ordered, slots)
@@ -221,7 +226,8 @@ class ExpertKernels:
             codes, scales = empty((pairs, down.pitch), np.int8), empty((pairs,), np.float32)
             self._transform(step, hidden, ((codes.data.ptr, scales.data.ptr, down.pitch), CODES, ROW), codes, layer)
             early = layer.hidden.dynamic
-            self.grouped.launch(step, codes, scales, offsets, down, results, early=early, side=side)
+            claimed = counters[1:]
+            self.grouped.launch(step, codes, scales, offsets, claimed, down, results, early=early, side=side)
         else:
             rotated = hidden
             if down.rotation > 1:

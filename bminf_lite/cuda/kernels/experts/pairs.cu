@@ -98,14 +98,15 @@ __device__ __forceinline__ void copy_rows(
 // topk_ids: [pairs]. offsets: [experts + 1], sorted_pairs: [pairs], as in backend/experts.py; places: [pairs], the
 // place of each pair among the sorted ones. The rows of x [tokens, words of 16 bytes], unless it is null, are copied to
 // the places of their pairs, and so are `scales` [tokens], unless null, times `factors` [pairs], unless null, and
-// `slots` [tokens] of adapters, unless null.
+// `slots` [tokens] of adapters, unless null. `claimed`, unless null, are the counters of the grouped products, which
+// become 0.
 //
 // A block has the pairs of `each` tokens, at most SORT_LIST. It counts those of all other blocks itself, so that none
 // waits for another: the place of a pair is that of its expert's first one, and how many of the expert come before it.
 __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
     const int* topk_ids, int pairs, int top_k, int experts, int each, int* offsets, int* sorted_pairs, int* places,
     const void* x, const float* scales, const float* factors, int words, void* sorted, float* sorted_scales,
-    const int* slots, int* sorted_slots) {
+    const int* slots, int* sorted_slots, int* claimed) {
     __shared__ Counts counts;
     __shared__ int warps[WARPS], list[SORT_LIST];
     launch_dependent_grids();
@@ -126,6 +127,7 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(
         if (blockIdx.x == 0) offsets[thread] = offset;
     }
     if (blockIdx.x == 0 && thread == 0) offsets[experts] = pairs;
+    if (blockIdx.x == 0 && thread < GROUPED_PRODUCTS && claimed) claimed[thread] = 0;
     __syncthreads();
     for (int i = thread; i < count; i += SORT_THREADS) {
         const int pair = first + i, place = counts.before[topk_ids[pair]] + list[i], token = pair / top_k;

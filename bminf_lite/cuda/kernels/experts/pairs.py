@@ -21,7 +21,8 @@ class SortedPairs:
 
     ``places`` ``[T * top_k]`` says where among the sorted pairs each pair is. ``codes`` int8 ``[T * top_k, pitch]`` and
     ``scales`` fp32 ``[T * top_k]`` are the quantized tokens of the sorted pairs, None where these stay float. ``slots``
-    ``[T * top_k]`` are those of the tokens' adapters, None if no token has one.
+    ``[T * top_k]`` are those of the tokens' adapters, None if no token has one. ``claimed`` ``[GROUPED_PRODUCTS]`` are
+    the counters of the grouped products, which become zeros, None where there are none.
     """
 
     offsets: cp.ndarray
@@ -30,6 +31,7 @@ class SortedPairs:
     codes: cp.ndarray | None = None
     scales: cp.ndarray | None = None
     slots: cp.ndarray | None = None
+    claimed: cp.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class PairKernels:
                 address(out.scales),
                 address(slots),
                 address(out.slots),
+                address(out.claimed),
             ),
             bytes_moved=nbytes_of(codes, out.codes),
             cache=True,
