@@ -84,7 +84,7 @@ struct Producer {
         if constexpr (EARLY) {
             if (blockIdx.x < end) {
                 const int early = min(shared.stages, steps);
-                const ExpertTile tile = tiles.find(blockIdx.x, experts, weight_tiles);
+                const ExpertTile tile = tiles.find<BOX>(blockIdx.x, experts, weight_tiles);
                 const int channel = first_channel(tile);
                 for (int step = 0; step < early; ++step) load_weight(tile, blockIdx.x, channel, step, step);
             }
@@ -93,7 +93,7 @@ struct Producer {
         PipelineState pipe(shared.stages);
         int index = blockIdx.x;
         for (bool is_first = true; index < end; is_first = false) {
-            const ExpertTile tile = tiles.find(index, experts, weight_tiles);
+            const ExpertTile tile = tiles.find<BOX>(index, experts, weight_tiles);
             const int channel = first_channel(tile);
 #pragma unroll 1
             for (int step = 0; step < steps; ++step, pipe.next()) {
@@ -465,7 +465,7 @@ __device__ __forceinline__ void multiply(
             PipelineState(products.stages),
             typename Worker::Sums(side)};
         for (int index = blockIdx.x; index < end; index = consumer.next_tile())
-            consumer.compute(tiles.find(index, experts, weight_tiles));
+            consumer.compute(tiles.find<BOX>(index, experts, weight_tiles));
     }
 }
 
