@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bminf_lite.backend.functions import product_by_row
+from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.side_products import added
 
 from .launching import Call, model
@@ -92,6 +93,17 @@ def shrink_many_rows(call: Call) -> None:
     part = 16 * groups * (-(-call.k // 256) | 1) * 64
     call.require(call.launch.shared >= 32 * 1024 + 64 * (16 * groups + 8) * 4 + part, "too little shared memory")
     write_inputs(call)
+
+
+@model
+def shrink_and_quantize(call: Call) -> None:
+    shrink_many_rows(call)
+    rows, padded = call.arguments["rows"], -(-call.k // 16) * 16
+    x = np.zeros((rows, padded), F32)
+    x[:, : call.k] = call.rows("x", rows, call.x_pitch, call.k, HALF)
+    codes, scales = quantize_rows(x)
+    call.rows("codes", rows, call.codes_pitch, padded, np.int8, align=8)[...] = codes
+    call.vector("scales", rows, F32)[...] = scales
 
 
 def write_inputs(call: Call) -> None:

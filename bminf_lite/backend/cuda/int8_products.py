@@ -52,8 +52,11 @@ class InputCodes:
         product.codes = codes = self._quantized(product.x, product.weight)
         return codes
 
-    def with_half(self, product: Product) -> tuple[QuantizedActivations, cp.ndarray]:
-        """:meth:`of`, and ``x`` as padded fp16 rows, which are not rotated. A norm is computed once for both."""
+    def with_half(self, product: Product, later: bool = False) -> tuple[QuantizedActivations, cp.ndarray, bool]:
+        """:meth:`of`, and ``x`` as padded fp16 rows, which are not rotated. A norm is computed once for both.
+
+        If the next kernel can quantize fp16 rows ``later``, the last value says whether it has to.
+        """
         materializer, x = self.materializer, product.x
         assert product.weight.plan is not None
         if isinstance(x, DeferredNorm) and x.values is None and x.shape[1] <= MAX_NORM_WIDTH:
@@ -61,11 +64,15 @@ class InputCodes:
                 product.codes = self._allocate(product.weight.plan.activation(x.shape[0]))
             half = materializer.arrays.rows(x.shape[0], x.shape[1], np.float16)
             materializer.transform(x, product.codes, product.weight.rotation, half)
-            return product.codes, half
+            return product.codes, half, False
         half = materializer.to_half(x)
-        if isinstance(x, Deferred):
+        if isinstance(x, Deferred) or (isinstance(x, cp.ndarray) and x.dtype == half.dtype):
             product.x = half
-        return self.of(product), half
+        layout, is_plain = product.weight.plan.activation(x.shape[0]), product.weight.rotation == 1
+        if later and is_plain and product.codes is None and product.x is half and layout.order is Order.ROW:
+            product.codes = self._allocate(layout)
+            return product.codes, half, True
+        return self.of(product), half, False
 
     def _quantized(self, x: Array, weight: Weight) -> QuantizedActivations:
         assert weight.plan is not None
@@ -219,10 +226,11 @@ class AdaptedProducts:
         slots, adapters = weight.adapters.slots.rows, weight.adapters.adapters
         rows, kernels = product.x.shape[0], results.kernels
         assert len(slots) == rows, "the rows of a product are not those of the step"
-        codes, half = self.codes.with_half(product)
+        codes, half, is_next = self.codes.with_half(product, kernels.adapters.quantizes(rows, adapters))
         ready = 0 if rows >= MIN_ROWS else next(self.ready)
         side = SideInputs(slots, adapters, results.arrays.empty((rows, adapters.columns), np.float16), ready)
-        kernels.adapters.shrink(kernels.step, half, side)
+        places = (codes.values.ptr, codes.layout.ld, codes.scales.ptr) if is_next else None
+        kernels.adapters.shrink(kernels.step, half, side, places)
         if leaves_activation(product):
             y = results.arrays.rows(*product.shape, np.float16)
             self.gemms.multiply(codes, weight, y, Epilogue.TO_HALF, side=side)

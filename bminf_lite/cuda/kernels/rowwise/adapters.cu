@@ -1,6 +1,7 @@
 // Adapters that the rows of a step choose: each row has the number of a slot, from 1 on, or 0 for none.
 //
 //     shrink_rows, shrink_many_rows   inputs = fp16(scale * (x @ down[slot].T))
+//     shrink_and_quantize   the same, and the codes of all rows of x
 //     expand_rows   out = sums + inputs @ up[slot] + bias; a row without a slot gets no product
 //     saved_products, saved_embed   a head, or a table of tokens, in place of the model's
 //
@@ -216,9 +217,9 @@ __global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS)
 // elements of x go through a queue there, QUEUE chunks long.
 //
 // Dynamic shared memory: the queue; the sums, of GROUPS * RANKS + 8 floats for each row; the part of `down`, see pitch.
-template <int GROUPS, int CLUSTER>
-__global__ void __launch_bounds__(ROW_WARPS* WARP)
-    shrink_many_rows(const SideProduct side, const __half* x, long long x_pitch, int rows, int k) {
+template <int GROUPS, int CLUSTER, class Codes>
+__device__ __forceinline__ void shrink_tiles(
+    const SideProduct& side, const __half* x, long long x_pitch, int rows, int k, const Codes& codes) {
     static_assert(CLUSTER == 1 || CLUSTER == PARTS, "a block has a part, or all");
     constexpr int COLUMNS = GROUPS * RANKS, TILES = COLUMNS / 8, THREADS = ROW_WARPS * WARP, TOTALS = COLUMNS + 8;
     extern __shared__ __align__(16) char shared[];
@@ -234,6 +235,8 @@ __global__ void __launch_bounds__(ROW_WARPS* WARP)
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, quarter = lane % 4 * 8;
     const TileSlots tile(side.slots, first, rows);
     bool has_waited = false;
+    unsigned tops[2] = {};  // with codes: of this lane's two rows, what it has seen of them
+    int seen = 0;           // rows of the tile whose tops are in `tops`
     for (int index = blockIdx.z;; index += gridDim.z) {
         int slot;
         const unsigned long long mask = tile.find(index, slot);
@@ -242,6 +245,7 @@ __global__ void __launch_bounds__(ROW_WARPS* WARP)
         if (!down.any) continue;
         const int count = count_rows(mask);
         const bool has_rows = warp * 16 < count;
+        seen = count;
         if (warp == 0) list_rows(mask, list);
         __syncthreads();
         const __half* own[2];
@@ -292,6 +296,7 @@ __global__ void __launch_bounds__(ROW_WARPS* WARP)
                     if (!has_rows) continue;
                     const uint4 low = queue[chunk % QUEUE * 2 * THREADS];
                     const uint4 high = queue[(chunk % QUEUE * 2 + 1) * THREADS];
+                    if constexpr (Codes::EXIST) tops[0] = packed_max(tops[0], low), tops[1] = packed_max(tops[1], high);
                     const unsigned even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
                     const __half* at = weights + group * pitch + (chunk - begin) * CHUNK + quarter;
 #pragma unroll
@@ -329,6 +334,112 @@ __global__ void __launch_bounds__(ROW_WARPS* WARP)
     }
     // The grid ends behind its predecessor: the first blocks of each tile wait. Others make room for the product.
     if (!has_waited && blockIdx.z == 0) wait_on_dependent_grids();
+    if constexpr (Codes::EXIST)
+        if (blockIdx.z == 0 && blockIdx.x < CLUSTER)
+            codes.template write<CLUSTER>(
+                x, x_pitch, first, min(SHRINK_ROWS, rows - first), k, part, chunks, tops, seen);
+}
+
+struct NoCodes {
+    static constexpr bool EXIST = false;
+};
+
+// Where the codes of rows go: int8 [rows, pitch], and their scales.
+struct RowCodes {
+    int8* codes;
+    long long pitch;
+    float* scales;
+    static constexpr bool EXIST = true;
+    static constexpr int AT_ONCE = 8;  // vectors that a lane loads before it quantizes them
+
+    // Writes the codes of `count` rows from `first` on: a block of a cluster those of part `part` of the columns, which
+    // are most likely in the L2 cache. If all of the tile's rows have been `seen`, tops is what this lane has of the
+    // largest elements of two of them.
+    template <int CLUSTER>
+    __device__ __forceinline__ void write(
+        const __half* x, long long x_pitch, int first, int count, int k, int part, int chunks,
+        const unsigned (&tops)[2], int seen) const {
+        __shared__ float of_part[SHRINK_ROWS], ratios[SHRINK_ROWS];
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, padded = (k + 15) / 16 * 16;
+        const int begin = piece_chunks(chunks, part * PIECES).x * CHUNK;
+        const int end = min(piece_chunks(chunks, part * PIECES + PIECES - 1).y * CHUNK, padded);
+        const int vectors = max(end - begin, 0) / 8, own = max(min(count - warp * 16, 16), 0);  // rows of this warp
+        const __half* const from = x + (first + warp * 16) * x_pitch + begin;
+        const auto load = [&](int row, int vector) {
+            uint4 values = ld_global_cg_v4(from + row * x_pitch + vector * 8);
+            zero_tail(values, begin + vector * 8, k);
+            return values;
+        };
+        if (seen == count) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float top = larger_of(tops[h]);
+                top = absmax(top, __shfl_xor_sync(FULL, top, 1));
+                top = absmax(top, __shfl_xor_sync(FULL, top, 2));
+                if (lane % 4 == 0) of_part[warp * 16 + h * 8 + lane / 4] = top;
+            }
+        } else {
+#pragma unroll 1
+            for (int row = 0; row < own; ++row) {
+                unsigned top = 0;
+#pragma unroll 4
+                for (int vector = lane; vector < vectors; vector += WARP) top = packed_max(top, load(row, vector));
+                const float of_row = warp_absmax(larger_of(top));
+                if (lane == 0) of_part[warp * 16 + row] = of_row;
+            }
+        }
+        cluster_sync<CLUSTER>();
+        if (threadIdx.x < count) {
+            float top = 0;
+#pragma unroll
+            for (int p = 0; p < CLUSTER; ++p) top = absmax(top, ld_shared_cluster<CLUSTER>(of_part + threadIdx.x, p));
+            if (part == 0) scales[first + threadIdx.x] = row_scale(top).scale;
+            ratios[threadIdx.x] = row_ratio(top);
+        }
+        cluster_sync<CLUSTER>();  // also: the others have read what this block has of the rows
+        if (vectors == 0) return;
+        // The vectors of all rows in turn, one for each lane: this lane's place.
+        struct Place {
+            int row, vector;
+            __device__ __forceinline__ void next(int step, int vectors) {
+                vector += step;
+                while (vector >= vectors) vector -= vectors, ++row;
+            }
+        };
+        Place place = {0, 0};
+        place.next(lane, vectors);
+#pragma unroll 1
+        while (place.row < own) {
+            uint4 raw[AT_ONCE];
+            Place loaded = place;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i, loaded.next(WARP, vectors))
+                if (loaded.row < own) raw[i] = load(loaded.row, loaded.vector);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i, place.next(WARP, vectors)) {
+                if (place.row >= own) break;
+                float v[8];
+                load8(reinterpret_cast<const __half*>(&raw[i]), v);
+                const int row = warp * 16 + place.row;
+                *reinterpret_cast<uint2*>(codes + (first + row) * pitch + begin + place.vector * 8) =
+                    quantize8(v, ratios[row]);
+            }
+        }
+    }
+};
+
+template <int GROUPS, int CLUSTER>
+__global__ void __launch_bounds__(ROW_WARPS* WARP)
+    shrink_many_rows(const SideProduct side, const __half* x, long long x_pitch, int rows, int k) {
+    shrink_tiles<GROUPS, CLUSTER>(side, x, x_pitch, rows, k, NoCodes());
+}
+
+// codes: int8 [rows, codes_pitch], written up to the next multiple of 16 columns; scales: fp32 [rows].
+template <int GROUPS, int CLUSTER>
+__global__ void __launch_bounds__(ROW_WARPS* WARP) shrink_and_quantize(
+    const SideProduct side, const __half* x, long long x_pitch, int rows, int k, int8* codes, long long codes_pitch,
+    float* scales) {
+    shrink_tiles<GROUPS, CLUSTER>(side, x, x_pitch, rows, k, RowCodes{codes, codes_pitch, scales});
 }
 
 // sums: fp32 [rows, sums_pitch], which may be `out`; bias: fp32 [n] or null; out: [rows, out_pitch]. The grid is

@@ -26,8 +26,8 @@ SHRINK_ROWS = FEW_ROWS = 64
 MANY_ROWS = 512
 """Above ``MANY_ROWS`` rows, which are prompts, most tiles of :data:`SHRINK_ROWS` rows have one slot."""
 CHUNK, QUEUE, ROW_THREADS = 32, 8, 128
-STATIC_SHARED = 512
-"""Static shared memory of a block of ``shrink_many_rows``, at most."""
+STATIC_SHARED = 1024
+"""Static shared memory of a block of ``shrink_many_rows`` and ``shrink_and_quantize``, at most."""
 PRODUCTS = 1024
 """Counters of products that start beside the kernel of their side inputs: more than ever run at the same time."""
 EXPAND_ROWS = 8
@@ -124,24 +124,39 @@ class AdapterKernels:
         cluster = PARTS if capability >= (9, 0) else 1
         yield KernelFamily(cls.source, "shrink_rows", ((cluster,),))
         yield KernelFamily(cls.source, "shrink_many_rows", (GROUPS, (cluster,)))
+        if capability >= (9, 0):
+            yield KernelFamily(cls.source, "shrink_and_quantize", (GROUPS, (cluster,)))
         yield KernelFamily(cls.source, "expand_rows", (("__half", "float"),))
         yield KernelFamily(cls.source, "saved_products")
         yield KernelFamily(cls.source, "saved_embed")
 
-    def shrink(self, step: StepContext, x: cp.ndarray, side: SideInputs) -> None:
-        """Write the inputs of the side product, of padded fp16 rows ``x``."""
+    def quantizes(self, rows: int, adapters: AdapterArrays) -> bool:
+        """Whether :meth:`shrink` can also write the codes of ``rows`` rows."""
+        groups = self._groups(adapters.columns // RANKS, adapters.features) if rows > FEW_ROWS else None
+        return self._launcher.has_clusters and groups is not None
+
+    def shrink(
+        self, step: StepContext, x: cp.ndarray, side: SideInputs, codes: tuple[int, int, int] | None = None
+    ) -> None:
+        """Write the inputs of the side product, of padded fp16 rows ``x``.
+
+        If :meth:`quantizes` says so, also the int8 codes of ``x`` and their scales fp32: ``codes`` are the address of
+        the codes, the elements from one row to the next, and the address of the scales.
+        """
         of, rows = side.adapters, len(side.values)
         ranks, cluster = of.columns // RANKS, PARTS if self._launcher.has_clusters else 1
         groups = self._groups(ranks, of.features) if rows > FEW_ROWS else None
         slots = min(len(of.memory), rows, SHRINK_ROWS if rows <= MANY_ROWS else 2)
-        name = "shrink_rows<" if groups is None else f"shrink_many_rows<{groups}, "
+        many = "shrink_many_rows" if codes is None else "shrink_and_quantize"
+        name = "shrink_rows<" if groups is None else f"{many}<{groups}, "
+        assert codes is None or groups is not None
         self._launcher.launch(
             step,
             self.source,
             f"{name}{cluster}>",
             (cluster * ranks // (groups or 1), ceil_div(rows, SHRINK_ROWS), slots),
             256 if groups is None else ROW_THREADS,
-            (*side.arguments, x.data.ptr, pitch_of(x), rows, of.features),
+            (*side.arguments, x.data.ptr, pitch_of(x), rows, of.features, *(codes or ())),
             shared=0 if groups is None else shrink_shared(groups, of.features),
             cluster=cluster if cluster > 1 else None,
             bytes_moved=nbytes_of(x, side.values) + of.nbytes_of_slot,
