@@ -15,7 +15,8 @@
 using namespace bminf;
 
 constexpr int PARTS = 8, PIECES = 8, CHUNK = 32, SHRINK_ROWS = 64, EXPAND_ROWS = 8;
-constexpr int ROW_WARPS = SHRINK_ROWS / 16, QUEUE = 8;  // of shrink_many_rows
+// Of shrink_many_rows: warps with 16 rows each, and stages of a warp, which have two chunks of its rows.
+constexpr int ROW_WARPS = SHRINK_ROWS / 16, STAGES = 4, STAGE_BYTES = 2 * 16 * CHUNK * 2;
 
 // Whether a row of a tile is the first with its slot.
 __device__ __forceinline__ bool leads(const int* slots, int first, int row, int slot) {
@@ -213,10 +214,12 @@ __global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS)
 }
 
 // For many rows, as shrink_rows, for groups of GROUPS * RANKS columns. A warp has 16 of the rows with a slot and all
-// pieces of a part, so it adds these up in registers. The block's part of `down` lies in shared memory; a lane's own
-// elements of x go through a queue there, QUEUE chunks long.
+// pieces of a part, so it adds these up in registers. The block's part of `down` lies in shared memory; a warp's rows
+// go through STAGES stages there. A stage has 128 bytes of a row, which eight lanes copy. Of rows with odd numbers, the
+// halves are exchanged, so that two rows lie in different banks.
 //
-// Dynamic shared memory: the queue; the sums, of GROUPS * RANKS + 8 floats for each row; the part of `down`, see pitch.
+// Dynamic shared memory: the stages; the sums, of GROUPS * RANKS + 8 floats for each row; the part of `down`, see
+// pitch.
 template <int GROUPS, int CLUSTER, class Codes>
 __device__ __forceinline__ void shrink_tiles(
     const SideProduct& side, const __half* x, long long x_pitch, int rows, int k, const Codes& codes) {
@@ -224,8 +227,8 @@ __device__ __forceinline__ void shrink_tiles(
     constexpr int COLUMNS = GROUPS * RANKS, TILES = COLUMNS / 8, THREADS = ROW_WARPS * WARP, TOTALS = COLUMNS + 8;
     extern __shared__ __align__(16) char shared[];
     __shared__ int list[SHRINK_ROWS];
-    uint4* const queue = reinterpret_cast<uint4*>(shared) + threadIdx.x;
-    float* const totals = reinterpret_cast<float*>(shared + QUEUE * 2 * THREADS * sizeof(uint4));
+    char* const stages = shared + threadIdx.x / WARP * STAGES * STAGE_BYTES;  // of this warp
+    float* const totals = reinterpret_cast<float*>(shared + ROW_WARPS * STAGES * STAGE_BYTES);
     __half* const weights = reinterpret_cast<__half*>(totals + SHRINK_ROWS * TOTALS);
     launch_dependent_grids();
     const int first = blockIdx.y * SHRINK_ROWS, part = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
@@ -248,9 +251,9 @@ __device__ __forceinline__ void shrink_tiles(
         seen = count;
         if (warp == 0) list_rows(mask, list);
         __syncthreads();
-        const __half* own[2];
+        const __half* own[4];  // the rows that this lane copies
 #pragma unroll
-        for (int h = 0; h < 2; ++h) own[h] = x + (first + list[min(warp * 16 + h * 8 + group, count - 1)]) * x_pitch;
+        for (int i = 0; i < 4; ++i) own[i] = x + (first + list[min(warp * 16 + i * 4 + lane / 8, count - 1)]) * x_pitch;
         float total[TILES][4];
 #pragma unroll 1
         for (int p = part; p < (CLUSTER > 1 ? part + 1 : PARTS); ++p) {
@@ -269,20 +272,21 @@ __device__ __forceinline__ void shrink_tiles(
             cp_async_commit_group();
             if (!has_waited) wait_on_dependent_grids();
             has_waited = true;
-            // Copies what this lane multiplies of a chunk.
-            const auto fetch = [&](int chunk) {
-                const int at = chunk * CHUNK + quarter;
-                if (has_rows && chunk < end)
+            // Copies a stage. A lane has the same 16 bytes of every fourth row.
+            const auto fetch = [&](int stage) {
+                const int at = (begin + 2 * stage) * CHUNK + lane % 8 * 8, odd = lane / 8 % 2;
+                const unsigned target = cast_smem_ptr_to_uint(stages) + stage % STAGES * STAGE_BYTES + lane / 8 * 128 +
+                                        (lane % 8 ^ odd * 4) * 16;
+                if (has_rows && begin + 2 * stage < end)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h)
+                    for (int i = 0; i < 4; ++i)
                         cp_async_16_partial(
-                            cast_smem_ptr_to_uint(queue + (chunk % QUEUE * 2 + h) * THREADS),
-                            own[h] + min(at, (k - 1) / 8 * 8), min(max(k - at, 0), 8) * 2);
+                            target + i * 4 * 128, own[i] + min(at, (k - 1) / 8 * 8), min(max(k - at, 0), 8) * 2);
                 cp_async_commit_group();
             };
 #pragma unroll 1
-            for (int i = 0; i < QUEUE - 1; ++i) fetch(begin + i);
-            cp_async_wait_group<QUEUE - 1>();
+            for (int i = 0; i < STAGES - 1; ++i) fetch(i);
+            cp_async_wait_group<STAGES - 1>();
             __syncthreads();  // the weights have arrived
             float of_part[TILES][4] = {};
             int chunk = begin;
@@ -291,21 +295,27 @@ __device__ __forceinline__ void shrink_tiles(
                 float sums[TILES][4] = {};
 #pragma unroll 1
                 for (const int last = piece_chunks(chunks, p * PIECES + piece).y; chunk < last; ++chunk) {
-                    fetch(chunk + QUEUE - 1);
-                    cp_async_wait_group<QUEUE - 1>();
+                    const int place = chunk - begin, stage = place / 2;
+                    if (place % 2 == 0) {
+                        cp_async_wait_group<STAGES - 2>();
+                        __syncwarp();  // the stage has arrived, and the one before has been read
+                        fetch(stage + STAGES - 1);
+                    }
                     if (!has_rows) continue;
-                    const uint4 low = queue[chunk % QUEUE * 2 * THREADS];
-                    const uint4 high = queue[(chunk % QUEUE * 2 + 1) * THREADS];
+                    const char* const rows_of_stage = stages + stage % STAGES * STAGE_BYTES + group * 128 +
+                                                      ((place % 2 ^ group % 2) * 4 + lane % 4) * 16;
+                    const uint4 low = *reinterpret_cast<const uint4*>(rows_of_stage);
+                    const uint4 high = *reinterpret_cast<const uint4*>(rows_of_stage + 8 * 128);
                     if constexpr (Codes::EXIST) tops[0] = packed_max(tops[0], low), tops[1] = packed_max(tops[1], high);
                     const unsigned even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
-                    const __half* at = weights + group * pitch + (chunk - begin) * CHUNK + quarter;
+                    const __half* at = weights + group * pitch + place * CHUNK + quarter;
+                    uint4 w[TILES];  // of columns that the slot does not have anything, which is not written
 #pragma unroll
-                    for (int t = 0; t < TILES; ++t) {
-                        if (!down.rows[t / 2]) continue;
-                        const uint4 w = *reinterpret_cast<const uint4*>(at + t * 8 * pitch);
-                        mma_m16n8k16(sums[t], even, w.x, w.y);
-                        mma_m16n8k16(sums[t], odd, w.z, w.w);
-                    }
+                    for (int t = 0; t < TILES; ++t) w[t] = *reinterpret_cast<const uint4*>(at + t * 8 * pitch);
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t) mma_m16n8k16(sums[t], even, w[t].x, w[t].y);
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t) mma_m16n8k16(sums[t], odd, w[t].z, w[t].w);
                 }
 #pragma unroll
                 for (int t = 0; t < TILES; ++t)

@@ -25,7 +25,7 @@ SHRINK_ROWS = FEW_ROWS = 64
 """The most rows of ``shrink_rows``, and the rows of a tile."""
 MANY_ROWS = 512
 """Above ``MANY_ROWS`` rows, which are prompts, most tiles of :data:`SHRINK_ROWS` rows have one slot."""
-CHUNK, QUEUE, ROW_THREADS = 32, 8, 128
+CHUNK, STAGE_BYTES, ROW_THREADS = 32, 32 << 10, 128
 STATIC_SHARED = 1024
 """Static shared memory of a block of ``shrink_many_rows`` and ``shrink_and_quantize``, at most."""
 PRODUCTS = 1024
@@ -35,10 +35,10 @@ MAX_SECTIONS = 4
 
 
 def shrink_shared(groups: int, features: int) -> int:
-    """Bytes of dynamic shared memory of ``shrink_many_rows``: the queue, the sums, and a part of ``down``."""
+    """Bytes of dynamic shared memory of ``shrink_many_rows``: the stages, the sums, and a part of ``down``."""
     columns, chunks = groups * RANKS, ceil_div(features, CHUNK)
     part = columns * (ceil_div(chunks, PARTS) | 1) * CHUNK * 2
-    return QUEUE * 2 * ROW_THREADS * 16 + SHRINK_ROWS * (columns + 8) * 4 + part
+    return STAGE_BYTES + SHRINK_ROWS * (columns + 8) * 4 + part
 
 
 def slot_bytes(rank: int, sections: int, features: int, outputs: int) -> int:
