@@ -60,10 +60,12 @@ SHARED = ("attention/decode.cu", "attention/latent.cu", "attention/latent_few.cu
 ADAPTED_SPILL = 384
 """Bytes that ``gemm_hopper_adapted`` may spill with the widest tiles: around the loop over a tile's columns."""
 SMALL_SPILL = {
-    "shrink_many_rows": 8, "grouped_gemm_adapted": 32, "router_many_rows": 72, "grouped_gemm_hopper_adapted": 192,
+    "shrink_many_rows": 8, "shrink_rows_and_quantize": 8, "grouped_gemm_adapted": 32, "router_many_rows": 72,
+    "grouped_gemm_hopper_adapted": 192,
 }  # fmt: skip
-"""Bytes that these may spill: the first on 8.6 and 8.9, the second on 9.0, which has a kernel of its own, the third on
-12.0, around its loop. The last loads four registers around the loop over a tile's columns, for each of seven heights.
+"""Bytes that these may spill: the first on 8.6 and 8.9, the second from 9.0 on, the third on 9.0, which has a kernel of
+its own, the fourth on 12.0, around its loop. The last loads four registers around the loop over a tile's columns, for
+each of seven heights.
 """
 RECURRENT_SPILL = 512
 """Bytes that a scan of chunks may spill: addresses that wait for the end of a chunk. NVRTC 13.0 spills up to 452."""

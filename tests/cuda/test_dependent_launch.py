@@ -44,6 +44,8 @@ CALLS = {
     "few_tokens_down": "add_results",
     "few_tokens_down_adapted": "add_results",
     "head_products": "multiply_head",
+    "shrink_rows": "shrink_few_rows",
+    "shrink_rows_and_quantize": "shrink_few_rows",
     "shrink_many_rows": "shrink_tiles",
     "shrink_and_quantize": "shrink_tiles",
     "scalar_gate": "write_gate",

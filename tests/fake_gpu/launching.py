@@ -41,7 +41,7 @@ CLUSTERS = {
     "attention/latent_few.cu", "recurrent/delta_token.cu", "recurrent/mamba2_token.cu", "rowwise/adapters.cu",
 }  # fmt: skip
 """Of these, sources whose clusters have no mbarriers, so that their own code runs here too."""
-RELEASING = {"shrink_rows"}
+RELEASING = {"shrink_rows", "shrink_rows_and_quantize"}
 """Kernels that add to the counter ``ready`` behind their wait."""
 Model = Callable[["Call"], None]
 MODELS: dict[str, Model] = {}

@@ -96,8 +96,23 @@ def shrink_many_rows(call: Call) -> None:
 
 
 @model
+def shrink_rows_and_quantize(call: Call) -> None:
+    wide, high, deep = call.launch.grid
+    rows, shrinking = call.arguments["rows"], call.shrinking
+    call.require(wide * 16 == call.input_columns * call.number("CLUSTER") and high == 1 and shrinking, "blocks")
+    call.require((deep - shrinking) * wide >= rows and call.k <= 16384, "blocks for all rows")
+    call.require(call.launch.block == 256 and (call.launch.cluster or 1) == call.number("CLUSTER"), "threads")
+    write_inputs(call)
+    write_codes(call)
+
+
+@model
 def shrink_and_quantize(call: Call) -> None:
     shrink_many_rows(call)
+    write_codes(call)
+
+
+def write_codes(call: Call) -> None:
     rows, padded = call.arguments["rows"], -(-call.k // 16) * 16
     x = np.zeros((rows, padded), F32)
     x[:, : call.k] = call.rows("x", rows, call.x_pitch, call.k, HALF)
@@ -115,7 +130,7 @@ def write_inputs(call: Call) -> None:
             first = section * side.rank
             side.inputs[own, first : first + len(down)] = scales * product_by_row(x[own], down[:, :k].T)
     if call.ready:
-        call.vector("ready", 1, np.int32)[0] += 1
+        call.vector("ready", 1, np.int32)[0] += rows
 
 
 @model

@@ -141,7 +141,7 @@ def gemv(call: Call) -> None:
 def side_products(call: Call, rows: int) -> np.ndarray:
     """The side products of a kernel that runs beside that of their inputs."""
     ready = call.vector("ready", 1, np.int32)
-    call.require(ready[0] == 1, "the kernel of the side inputs has not counted itself")
+    call.require(ready[0] == call.arguments["rows"], "the kernel of the side inputs has not counted itself")
     ready[0] = 0
     return SideProduct(call, rows).products()
 

@@ -640,10 +640,8 @@ def _reduce_in_memory(grid: Grid, instruction: Instruction, lanes: Lanes) -> Non
     memory, index = grid.view(instruction.space, grid.address(instruction.operands[0], lanes), 4, 1, lanes, Kind.ADD)
     values = memory.view(dtype_of(kind))
     added = np.broadcast_to(grid.get(instruction.operands[1], kind, lanes), np.shape(index))
-    if np.size(index) == 1:  # numpy would copy all memory for one index
-        values[index] += added
-    else:
-        np.add.at(values, index, added)
+    for at, value in zip(np.ravel(index).tolist(), np.ravel(added), strict=True):  # np.add.at would copy all memory
+        values[at] += value
 
 
 def _move(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:

@@ -68,14 +68,15 @@ struct SideProduct {
         const int column = section * rank_pitch + first + threadIdx.x % 4 * 4;
         return ld_global_cg_v2(inputs + static_cast<size_t>(row) * input_columns + column);
     }
-    // Waits for what the product multiplies, if there is a counter: a thread of each block calls it. shrink_rows, the
-    // kernel before the product, adds 1 to the counter (release) behind its own wait, when all kernels before it are
-    // complete and what they wrote is visible; who acquires that 1 sees it too. The inputs of the side product are
-    // complete only behind wait_on_dependent_grids, and so are the last reads of what the product may overwrite.
-    __device__ __forceinline__ void wait_for_operands() const {
-        while (ld_acquire(ready) == 0) {
+    // Waits for what the product multiplies, `rows` rows, if there is a counter: a thread of each block calls it. The
+    // kernel of the side inputs, before the product, adds `rows` to the counter (release): either behind its own wait,
+    // when all kernels before it are complete and what they wrote is visible, or 1 for each row whose codes it has
+    // written. Who acquires all of them sees the codes. The inputs of the side product are complete only behind
+    // wait_on_dependent_grids, and so are the last reads of what the product may overwrite.
+    __device__ __forceinline__ void wait_for_operands(int rows) const {
+        while (ld_acquire(ready) < rows) {
         }
-        red_increment(ready, gridDim.x);  // the last block makes it 0 again
+        red_increment(ready, rows + gridDim.x - 1);  // the last block makes it 0 again
     }
     static constexpr bool EXISTS = true;
 };

@@ -435,7 +435,7 @@ __device__ __forceinline__ void multiply(
     } else if (threadIdx.x == FIRST_LOADER + WARP) {
         prefetch_tensormap(x_map);
         if constexpr (Side::EXISTS)  // the kernel of its inputs has not ended: the epilogue's warps wait for that
-            side.wait_for_operands(), fence_proxy_async_global();
+            side.wait_for_operands(product.rows), fence_proxy_async_global();
         else
             wait_on_dependent_grids();
         load_activations(shared, work, x_map);

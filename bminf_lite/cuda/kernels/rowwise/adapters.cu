@@ -1,7 +1,7 @@
 // Adapters that the rows of a step choose: each row has the number of a slot, from 1 on, or 0 for none.
 //
 //     shrink_rows, shrink_many_rows   inputs = fp16(scale * (x @ down[slot].T))
-//     shrink_and_quantize   the same, and the codes of all rows of x
+//     shrink_rows_and_quantize, shrink_and_quantize   the same, and the codes of all rows of x
 //     expand_rows   out = sums + inputs @ up[slot] + bias; a row without a slot gets no product
 //     saved_products, saved_embed   a head, or a table of tokens, in place of the model's
 //
@@ -123,6 +123,124 @@ __device__ __forceinline__ void write_input(
         __float2half_rn(__fmul_rn(scales[section * rank + at], sum));
 }
 
+// ---- codes of the same rows --------------------------------------------------------------------------------------
+
+struct NoCodes {
+    static constexpr bool EXIST = false;
+};
+
+// Where the codes of rows go: int8 [rows, pitch], and their scales.
+struct RowCodes {
+    int8* codes;
+    long long pitch;
+    float* scales;
+    static constexpr bool EXIST = true;
+    static constexpr int AT_ONCE = 8;  // vectors that a lane loads before it quantizes them
+
+    // Writes the codes of one row of at most THREADS * AT_ONCE vectors, by the THREADS threads of a block.
+    template <int THREADS>
+    __device__ __forceinline__ void write_row(const __half* x, int row, int k) const {
+        __shared__ RowScratch<THREADS, 1> scratch;
+        const int padded = (k + 15) / 16 * 16;
+        uint4 raw[AT_ONCE];
+        unsigned top = 0;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            raw[i] = ld_global_cg_v4(x + min((i * THREADS + static_cast<int>(threadIdx.x)) * 8, padded - 8));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            zero_tail(raw[i], (i * THREADS + threadIdx.x) * 8, k), top = packed_max(top, raw[i]);
+        const float row_top = threads_absmax<THREADS>(larger_of(top), scratch, 0);
+        if (threadIdx.x == 0) scales[row] = row_scale(row_top).scale;
+        const float ratio = row_ratio(row_top);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int column = (i * THREADS + threadIdx.x) * 8;
+            if (column >= padded) break;
+            float v[8];
+            load8(reinterpret_cast<const __half*>(&raw[i]), v);
+            *reinterpret_cast<uint2*>(codes + row * pitch + column) = quantize8(v, ratio);
+        }
+    }
+
+    // Writes the codes of `count` rows from `first` on: a block of a cluster those of part `part` of the columns, which
+    // are most likely in the L2 cache. If all of the tile's rows have been `seen`, tops is what this lane has of the
+    // largest elements of two of them.
+    template <int CLUSTER>
+    __device__ __forceinline__ void write(
+        const __half* x, long long x_pitch, int first, int count, int k, int part, int chunks,
+        const unsigned (&tops)[2], int seen) const {
+        __shared__ float of_part[SHRINK_ROWS], ratios[SHRINK_ROWS];
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, padded = (k + 15) / 16 * 16;
+        const int begin = piece_chunks(chunks, part * PIECES).x * CHUNK;
+        const int end = min(piece_chunks(chunks, part * PIECES + PIECES - 1).y * CHUNK, padded);
+        const int vectors = max(end - begin, 0) / 8, own = max(min(count - warp * 16, 16), 0);  // rows of this warp
+        const __half* const from = x + (first + warp * 16) * x_pitch + begin;
+        const auto load = [&](int row, int vector) {
+            uint4 values = ld_global_cg_v4(from + row * x_pitch + vector * 8);
+            zero_tail(values, begin + vector * 8, k);
+            return values;
+        };
+        if (seen == count) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float top = larger_of(tops[h]);
+                top = absmax(top, __shfl_xor_sync(FULL, top, 1));
+                top = absmax(top, __shfl_xor_sync(FULL, top, 2));
+                if (lane % 4 == 0) of_part[warp * 16 + h * 8 + lane / 4] = top;
+            }
+        } else {
+#pragma unroll 1
+            for (int row = 0; row < own; ++row) {
+                unsigned top = 0;
+#pragma unroll 4
+                for (int vector = lane; vector < vectors; vector += WARP) top = packed_max(top, load(row, vector));
+                const float of_row = warp_absmax(larger_of(top));
+                if (lane == 0) of_part[warp * 16 + row] = of_row;
+            }
+        }
+        cluster_sync<CLUSTER>();
+        if (threadIdx.x < count) {
+            float top = 0;
+#pragma unroll
+            for (int p = 0; p < CLUSTER; ++p) top = absmax(top, ld_shared_cluster<CLUSTER>(of_part + threadIdx.x, p));
+            if (part == 0) scales[first + threadIdx.x] = row_scale(top).scale;
+            ratios[threadIdx.x] = row_ratio(top);
+        }
+        cluster_sync<CLUSTER>();  // also: the others have read what this block has of the rows
+        if (vectors == 0) return;
+        // The vectors of all rows in turn, one for each lane: this lane's place.
+        struct Place {
+            int row, vector;
+            __device__ __forceinline__ void next(int step, int vectors) {
+                vector += step;
+                while (vector >= vectors) vector -= vectors, ++row;
+            }
+        };
+        Place place = {0, 0};
+        place.next(lane, vectors);
+#pragma unroll 1
+        while (place.row < own) {
+            uint4 raw[AT_ONCE];
+            Place loaded = place;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i, loaded.next(WARP, vectors))
+                if (loaded.row < own) raw[i] = load(loaded.row, loaded.vector);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i, place.next(WARP, vectors)) {
+                if (place.row >= own) break;
+                float v[8];
+                load8(reinterpret_cast<const __half*>(&raw[i]), v);
+                const int row = warp * 16 + place.row;
+                *reinterpret_cast<uint2*>(codes + (first + row) * pitch + begin + place.vector * 8) =
+                    quantize8(v, ratios[row]);
+            }
+        }
+    }
+};
+
+// ---- inputs ------------------------------------------------------------------------------------------------------
+
 // The order of a sum: the chunks of 32 elements of k are cut into PARTS parts of neighbouring ones, and each part into
 // PIECES. A piece adds up its chunks in order. Of each chunk a lane reads 8 neighbouring elements, which two mma take
 // in turn. The pieces of a part are added one after another, then the parts. Each block of a cluster has a part;
@@ -140,10 +258,11 @@ constexpr int SHRINK_BLOCKS = 3;
 // columns, tiles of SHRINK_ROWS rows, slots of a tile at once). A cluster finds the rows of a tile that have its slot,
 // and computes its columns of these, 8 rows at a time. A warp has a piece of each part.
 //
-// Blocks are small, because the product behind this kernel runs beside them, see SideProduct::wait_for_operands.
-template <int CLUSTER>
-__global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS)
-    shrink_rows(const SideProduct side, const __half* x, long long x_pitch, int rows, int k) {
+// Blocks are small, because the product behind this kernel runs beside them, see SideProduct::wait_for_operands. With
+// codes, blocks from `shrinking` on in z write those of a row each.
+template <int CLUSTER, class Codes>
+__device__ __forceinline__ void shrink_few_rows(
+    const SideProduct& side, const __half* x, long long x_pitch, int rows, int k, int shrinking, const Codes& codes) {
     static_assert(CLUSTER == 1 || CLUSTER == PARTS, "a block has a part, or all");
     constexpr int SUMS = RANKS * 8, THREADS = PIECES * WARP;
     __shared__ float of_pieces[PIECES * SUMS], totals[SUMS];
@@ -159,9 +278,19 @@ __global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS)
         has_waited = true;
         wait_on_dependent_grids();
         const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0;
-        if (side.ready && is_first) red_add_release(side.ready, 1);
+        if (!Codes::EXIST && side.ready && is_first) red_add_release(side.ready, rows);
     };
-    for (int index = blockIdx.z;; index += gridDim.z) {
+    if constexpr (Codes::EXIST)
+        if (blockIdx.z >= shrinking) {
+            const int row = (blockIdx.z - shrinking) * gridDim.x + blockIdx.x;
+            wait();
+            if (row >= rows) return;
+            codes.template write_row<THREADS>(x + row * x_pitch, row, k);
+            __syncthreads();
+            if (side.ready && threadIdx.x == 0) red_add_release(side.ready, 1);
+            return;
+        }
+    for (int index = blockIdx.z;; index += shrinking) {
         int slot;
         const unsigned long long mask = tile.find(index, slot);
         if (!mask) break;
@@ -211,6 +340,21 @@ __global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS)
         }
     }
     wait();
+}
+
+template <int CLUSTER>
+__global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS)
+    shrink_rows(const SideProduct side, const __half* x, long long x_pitch, int rows, int k) {
+    shrink_few_rows<CLUSTER>(side, x, x_pitch, rows, k, gridDim.z, NoCodes());
+}
+
+// codes: int8 [rows, codes_pitch], written up to the next multiple of 16 columns; scales: fp32 [rows]. At most 16,384
+// columns; gridDim.y is 1, and behind `shrinking` in z there are blocks for all rows.
+template <int CLUSTER>
+__global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS) shrink_rows_and_quantize(
+    const SideProduct side, const __half* x, long long x_pitch, int rows, int k, int shrinking, int8* codes,
+    long long codes_pitch, float* scales) {
+    shrink_few_rows<CLUSTER>(side, x, x_pitch, rows, k, shrinking, RowCodes{codes, codes_pitch, scales});
 }
 
 // For many rows, as shrink_rows, for groups of GROUPS * RANKS columns. A warp has 16 of the rows with a slot and all
@@ -349,94 +493,6 @@ __device__ __forceinline__ void shrink_tiles(
             codes.template write<CLUSTER>(
                 x, x_pitch, first, min(SHRINK_ROWS, rows - first), k, part, chunks, tops, seen);
 }
-
-struct NoCodes {
-    static constexpr bool EXIST = false;
-};
-
-// Where the codes of rows go: int8 [rows, pitch], and their scales.
-struct RowCodes {
-    int8* codes;
-    long long pitch;
-    float* scales;
-    static constexpr bool EXIST = true;
-    static constexpr int AT_ONCE = 8;  // vectors that a lane loads before it quantizes them
-
-    // Writes the codes of `count` rows from `first` on: a block of a cluster those of part `part` of the columns, which
-    // are most likely in the L2 cache. If all of the tile's rows have been `seen`, tops is what this lane has of the
-    // largest elements of two of them.
-    template <int CLUSTER>
-    __device__ __forceinline__ void write(
-        const __half* x, long long x_pitch, int first, int count, int k, int part, int chunks,
-        const unsigned (&tops)[2], int seen) const {
-        __shared__ float of_part[SHRINK_ROWS], ratios[SHRINK_ROWS];
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, padded = (k + 15) / 16 * 16;
-        const int begin = piece_chunks(chunks, part * PIECES).x * CHUNK;
-        const int end = min(piece_chunks(chunks, part * PIECES + PIECES - 1).y * CHUNK, padded);
-        const int vectors = max(end - begin, 0) / 8, own = max(min(count - warp * 16, 16), 0);  // rows of this warp
-        const __half* const from = x + (first + warp * 16) * x_pitch + begin;
-        const auto load = [&](int row, int vector) {
-            uint4 values = ld_global_cg_v4(from + row * x_pitch + vector * 8);
-            zero_tail(values, begin + vector * 8, k);
-            return values;
-        };
-        if (seen == count) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float top = larger_of(tops[h]);
-                top = absmax(top, __shfl_xor_sync(FULL, top, 1));
-                top = absmax(top, __shfl_xor_sync(FULL, top, 2));
-                if (lane % 4 == 0) of_part[warp * 16 + h * 8 + lane / 4] = top;
-            }
-        } else {
-#pragma unroll 1
-            for (int row = 0; row < own; ++row) {
-                unsigned top = 0;
-#pragma unroll 4
-                for (int vector = lane; vector < vectors; vector += WARP) top = packed_max(top, load(row, vector));
-                const float of_row = warp_absmax(larger_of(top));
-                if (lane == 0) of_part[warp * 16 + row] = of_row;
-            }
-        }
-        cluster_sync<CLUSTER>();
-        if (threadIdx.x < count) {
-            float top = 0;
-#pragma unroll
-            for (int p = 0; p < CLUSTER; ++p) top = absmax(top, ld_shared_cluster<CLUSTER>(of_part + threadIdx.x, p));
-            if (part == 0) scales[first + threadIdx.x] = row_scale(top).scale;
-            ratios[threadIdx.x] = row_ratio(top);
-        }
-        cluster_sync<CLUSTER>();  // also: the others have read what this block has of the rows
-        if (vectors == 0) return;
-        // The vectors of all rows in turn, one for each lane: this lane's place.
-        struct Place {
-            int row, vector;
-            __device__ __forceinline__ void next(int step, int vectors) {
-                vector += step;
-                while (vector >= vectors) vector -= vectors, ++row;
-            }
-        };
-        Place place = {0, 0};
-        place.next(lane, vectors);
-#pragma unroll 1
-        while (place.row < own) {
-            uint4 raw[AT_ONCE];
-            Place loaded = place;
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i, loaded.next(WARP, vectors))
-                if (loaded.row < own) raw[i] = load(loaded.row, loaded.vector);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i, place.next(WARP, vectors)) {
-                if (place.row >= own) break;
-                float v[8];
-                load8(reinterpret_cast<const __half*>(&raw[i]), v);
-                const int row = warp * 16 + place.row;
-                *reinterpret_cast<uint2*>(codes + (first + row) * pitch + begin + place.vector * 8) =
-                    quantize8(v, ratios[row]);
-            }
-        }
-    }
-};
 
 template <int GROUPS, int CLUSTER>
 __global__ void __launch_bounds__(ROW_WARPS* WARP)

@@ -23,6 +23,8 @@ GROUPS = (1, 2, 3)
 """Groups of ``RANKS`` columns that a block of ``shrink_many_rows`` computes."""
 SHRINK_ROWS = FEW_ROWS = 64
 """The most rows of ``shrink_rows``, and the rows of a tile."""
+QUANTIZED_COLUMNS = 16384
+"""The most columns of rows that ``shrink_rows_and_quantize`` quantizes."""
 MANY_ROWS = 512
 """Above ``MANY_ROWS`` rows, which are prompts, most tiles of :data:`SHRINK_ROWS` rows have one slot."""
 CHUNK, STAGE_BYTES, ROW_THREADS = 32, 32 << 10, 128
@@ -125,6 +127,7 @@ class AdapterKernels:
         yield KernelFamily(cls.source, "shrink_rows", ((cluster,),))
         yield KernelFamily(cls.source, "shrink_many_rows", (GROUPS, (cluster,)))
         if capability >= (9, 0):
+            yield KernelFamily(cls.source, "shrink_rows_and_quantize", ((cluster,),))
             yield KernelFamily(cls.source, "shrink_and_quantize", (GROUPS, (cluster,)))
         yield KernelFamily(cls.source, "expand_rows", (("__half", "float"),))
         yield KernelFamily(cls.source, "saved_products")
@@ -132,8 +135,9 @@ class AdapterKernels:
 
     def quantizes(self, rows: int, adapters: AdapterArrays) -> bool:
         """Whether :meth:`shrink` can also write the codes of ``rows`` rows."""
-        groups = self._groups(adapters.columns // RANKS, adapters.features) if rows > FEW_ROWS else None
-        return self._launcher.has_clusters and groups is not None
+        if rows <= FEW_ROWS:
+            return self._launcher.has_clusters and adapters.features <= QUANTIZED_COLUMNS
+        return self._launcher.has_clusters and self._groups(adapters.columns // RANKS, adapters.features) is not None
 
     def shrink(
         self, step: StepContext, x: cp.ndarray, side: SideInputs, codes: tuple[int, int, int] | None = None
@@ -147,16 +151,22 @@ class AdapterKernels:
         ranks, cluster = of.columns // RANKS, PARTS if self._launcher.has_clusters else 1
         groups = self._groups(ranks, of.features) if rows > FEW_ROWS else None
         slots = min(len(of.memory), rows, SHRINK_ROWS if rows <= MANY_ROWS else 2)
-        many = "shrink_many_rows" if codes is None else "shrink_and_quantize"
-        name = "shrink_rows<" if groups is None else f"{many}<{groups}, "
-        assert codes is None or groups is not None
+        blocks, more = cluster * ranks // (groups or 1), ceil_div(rows, SHRINK_ROWS)
+        arguments: tuple[int, ...] = codes or ()
+        if groups is not None:
+            name = f"shrink_many_rows<{groups}, " if codes is None else f"shrink_and_quantize<{groups}, "
+        elif codes is None:
+            name = "shrink_rows<"
+        else:
+            assert more == 1
+            name, arguments, slots = "shrink_rows_and_quantize<", (slots, *codes), slots + ceil_div(rows, blocks)
         self._launcher.launch(
             step,
             self.source,
             f"{name}{cluster}>",
-            (cluster * ranks // (groups or 1), ceil_div(rows, SHRINK_ROWS), slots),
+            (blocks, more, slots),
             256 if groups is None else ROW_THREADS,
-            (*side.arguments, x.data.ptr, pitch_of(x), rows, of.features, *(codes or ())),
+            (*side.arguments, x.data.ptr, pitch_of(x), rows, of.features, *arguments),
             shared=0 if groups is None else shrink_shared(groups, of.features),
             cluster=cluster if cluster > 1 else None,
             bytes_moved=nbytes_of(x, side.values) + of.nbytes_of_slot,
