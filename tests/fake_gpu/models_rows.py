@@ -282,6 +282,8 @@ def transform(call: Call) -> None:
         values = rotated(values, call.rotation)
     if target == Target.CODES_AND_HALF:
         call.rows("data", rows, call.pitch, padded, F16)[...] = np.pad(unrotated, ((0, 0), (0, padded - k)))
+        if call.x_scale:
+            call.vector("x_scale", 1, np.int32)[0] += rows
         target = 0
     if target == Target.CODES_AND_FLOAT:
         call.rows("x_scale", rows, call.residual_pitch, padded, F32)[...] = np.pad(unrotated, ((0, 0), (0, padded - k)))

@@ -7,7 +7,7 @@ the GPU has a kernel for them, take a kernel with an epilogue. cublasLt computes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cupy as cp
 import numpy as np
@@ -34,6 +34,20 @@ from .materialize import STALE, Materializer
 from .products import Product, ProductResults
 
 
+@dataclass(frozen=True)
+class SideRows:
+    """The input of a product with a side product: ``codes``, and ``half``, padded fp16 rows that are not rotated.
+
+    ``is_written``: the codes are; else the next kernel has to write them. ``is_counted``: the kernel that writes them
+    counts their rows.
+    """
+
+    codes: QuantizedActivations
+    half: cp.ndarray
+    is_written: bool = True
+    is_counted: bool = False
+
+
 class InputCodes:
     """Quantizes the inputs of products. ``in_one_block``: codes and scales share a block of memory.
 
@@ -52,10 +66,10 @@ class InputCodes:
         product.codes = codes = self._quantized(product.x, product.weight)
         return codes
 
-    def with_half(self, product: Product, later: bool = False) -> tuple[QuantizedActivations, cp.ndarray, bool]:
-        """:meth:`of`, and ``x`` as padded fp16 rows, which are not rotated. A norm is computed once for both.
+    def with_half(self, product: Product, later: bool, counter: int) -> SideRows:
+        """:meth:`of`, and ``x`` in fp16. A norm is computed once for both, by a kernel that counts its rows.
 
-        If the next kernel can quantize fp16 rows ``later``, the last value says whether it has to.
+        ``later``: whether the next kernel can quantize fp16 rows. ``counter``: the address of an int32, or 0.
         """
         materializer, x = self.materializer, product.x
         assert product.weight.plan is not None
@@ -63,16 +77,16 @@ class InputCodes:
             if product.codes is None:
                 product.codes = self._allocate(product.weight.plan.activation(x.shape[0]))
             half = materializer.arrays.rows(x.shape[0], x.shape[1], np.float16)
-            materializer.transform(x, product.codes, product.weight.rotation, half)
-            return product.codes, half, False
+            materializer.transform(x, product.codes, product.weight.rotation, half, counter)
+            return SideRows(product.codes, half, is_counted=True)
         half = materializer.to_half(x)
         if isinstance(x, Deferred) or (isinstance(x, cp.ndarray) and x.dtype == half.dtype):
             product.x = half
         layout, is_plain = product.weight.plan.activation(x.shape[0]), product.weight.rotation == 1
         if later and is_plain and product.codes is None and product.x is half and layout.order is Order.ROW:
             product.codes = self._allocate(layout)
-            return product.codes, half, True
-        return self.of(product), half, False
+            return SideRows(product.codes, half, is_written=False)
+        return SideRows(self.of(product), half)
 
     def _quantized(self, x: Array, weight: Weight) -> QuantizedActivations:
         assert weight.plan is not None
@@ -226,11 +240,13 @@ class AdaptedProducts:
         slots, adapters = weight.adapters.slots.rows, weight.adapters.adapters
         rows, kernels = product.x.shape[0], results.kernels
         assert len(slots) == rows, "the rows of a product are not those of the step"
-        codes, half, is_next = self.codes.with_half(product, kernels.adapters.quantizes(rows, adapters))
         ready = 0 if rows >= MIN_ROWS else next(self.ready)
+        found = self.codes.with_half(product, kernels.adapters.quantizes(rows, adapters), ready)
+        codes = found.codes
         side = SideInputs(slots, adapters, results.arrays.empty((rows, adapters.columns), np.float16), ready)
-        places = (codes.values.ptr, codes.layout.ld, codes.scales.ptr) if is_next else None
-        kernels.adapters.shrink(kernels.step, half, side, places)
+        places = None if found.is_written else (codes.values.ptr, codes.layout.ld, codes.scales.ptr)
+        counting = replace(side, ready=0) if found.is_counted else side
+        kernels.adapters.shrink(kernels.step, found.half, counting, places)
         if leaves_activation(product):
             y = results.arrays.rows(*product.shape, np.float16)
             self.gemms.multiply(codes, weight, y, Epilogue.TO_HALF, side=side)

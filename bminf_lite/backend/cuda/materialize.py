@@ -41,12 +41,18 @@ class Materializer:
         self.kernels = kernels
 
     def transform(
-        self, x: Array, out: cp.ndarray | QuantizedActivations, rotation: int = 1, half: cp.ndarray | None = None
+        self,
+        x: Array,
+        out: cp.ndarray | QuantizedActivations,
+        rotation: int = 1,
+        half: cp.ndarray | None = None,
+        counter: int = 0,
     ) -> None:
         """Write ``x``, deferred or not, as codes or as fp16 or fp32 values.
 
         Codes and fp16 values may be those of ``x`` transformed in blocks of ``rotation`` elements. A norm that is not
-        computed yet, and becomes codes, may go to padded fp16 rows ``half`` too, not transformed.
+        computed yet, and becomes codes, may go to padded fp16 rows ``half`` too, not transformed; the kernel counts its
+        rows in ``counter`` then, if that is an address.
         """
         if isinstance(x, DeferredNorm) and x.values is None:
             assert not x.stale, STALE
@@ -63,7 +69,7 @@ class Materializer:
                 assert residual.pending is None or isinstance(residual.pending, DeferredMatmul)
                 if half is not None:
                     self.materialize(residual)
-                self.write_rows(residual.pending, out, residual.values, x.norm, rotation, half)
+                self.write_rows(residual.pending, out, residual.values, x.norm, rotation, half, counter)
                 residual.pending = None
                 return
             fp32_out = isinstance(out, cp.ndarray) and out.dtype == np.float32
@@ -89,6 +95,7 @@ class Materializer:
         norm: Norm | None = None,
         rotation: int = 1,
         half: cp.ndarray | None = None,
+        counter: int = 0,
     ) -> None:
         """Read rows, add them to the residual stream, normalise, gate or rotate them, and write codes or values."""
         rows, k = (residual if residual is not None else source).shape  # type: ignore[union-attr]
@@ -98,7 +105,7 @@ class Materializer:
             activation, values, gated = ACTIVATIONS[source.activation], source.source, source.gated
         self.kernels.rows.transform(
             self.kernels.step, row_source(values), row_target(out), rows, k, residual, norm, activation, moved,
-            rotation, gated=gated, half=half,
+            rotation, gated=gated, half=half, counter=counter,
         )  # fmt: skip
 
     def as_residual(self, x: Array) -> ResidualStream:

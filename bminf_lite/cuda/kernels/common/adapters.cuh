@@ -69,10 +69,11 @@ struct SideProduct {
         return ld_global_cg_v2(inputs + static_cast<size_t>(row) * input_columns + column);
     }
     // Waits for what the product multiplies, `rows` rows, if there is a counter: a thread of each block calls it. The
-    // kernel of the side inputs, before the product, adds `rows` to the counter (release): either behind its own wait,
-    // when all kernels before it are complete and what they wrote is visible, or 1 for each row whose codes it has
-    // written. Who acquires all of them sees the codes. The inputs of the side product are complete only behind
-    // wait_on_dependent_grids, and so are the last reads of what the product may overwrite.
+    // kernel that writes the rows' codes adds 1 to the counter for each row (release): that of the side inputs, or that
+    // of a norm before it. If it does not, the kernel of the side inputs adds `rows` behind its own wait, when all
+    // kernels before it are complete and what they wrote is visible. Who acquires all of them sees the codes. The
+    // inputs of the side product are complete only behind wait_on_dependent_grids, and so are the last reads of what
+    // the product may overwrite.
     __device__ __forceinline__ void wait_for_operands(int rows) const {
         while (ld_acquire(ready) < rows) {
         }

@@ -85,7 +85,7 @@ class SideInputs:
 
     ``values`` is fp16 ``[rows, columns]``. Rows without a slot, and columns behind the rank of a row's slot, are not
     written. ``ready`` is the address of a counter, 0 before and after, for a product that starts beside the kernel of
-    these inputs, or 0.
+    these inputs, or 0; for that kernel, 0 if another one counts.
     """
 
     slots: cp.ndarray

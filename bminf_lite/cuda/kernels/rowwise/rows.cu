@@ -13,6 +13,7 @@
 // norms of queries and keys, a gather of rows, and conversions.
 #include "common/async.cuh"
 #include "common/common.cuh"
+#include "common/counters.cuh"
 #include "common/layout.cuh"
 #include "common/rotation.cuh"
 #include "common/values.cuh"
@@ -363,11 +364,12 @@ constexpr int blocks_of(int source, int prepare, int target, int threads, int ve
 // data: x [rows, k], or [rows, 2 * k] for a gate, see Values, laid out by IN. residual: fp32 [rows, residual_pitch],
 // read by norms, and written if there is an x. out: int8 codes laid out by OUT with leading dimension out_ld, and their
 // scales, fp32 [rows]; or fp16 or fp32 with rows of out_ld elements, which may be the residual stream or, without a
-// gate, x itself. With CODES_AND_HALF there is no x, and `data` is where the fp16 goes. With CODES_AND_FLOAT residual
-// is only read, and `x_scale` is where the norm in fp32 goes, in rows of residual_pitch. rotation, rotation_scale:
-// those of rotate_row, unless NOT_ROTATED; at most 8 * min(THREADS, 32) elements. For ADD_TO_FLOAT rotation_scale is a
-// factor on the sums. A block has max(THREADS, 128) threads. Dynamic shared memory: with IN_MEMORY, where VECTORS is 4,
-// what quantize_moved_rows or quantize_turned needs.
+// gate, x itself. With CODES_AND_HALF there is no x, `data` is where the fp16 goes, and x_scale null or a counter, an
+// int to which 1 is added when a row is written. With CODES_AND_FLOAT residual is only read, and `x_scale` is where the
+// norm in fp32 goes, in rows of residual_pitch. rotation, rotation_scale: those of rotate_row, unless NOT_ROTATED; at
+// most 8 * min(THREADS, 32) elements. For ADD_TO_FLOAT rotation_scale is a factor on the sums. A block has max(THREADS,
+// 128) threads. Dynamic shared memory: with IN_MEMORY, where VECTORS is 4, what quantize_moved_rows or quantize_turned
+// needs.
 template <int SOURCE, int PREPARE, int TARGET, int THREADS, int VECTORS, int IN, int OUT, int ROTATED>
 __global__ void __launch_bounds__(
     THREADS > 128 ? THREADS : 128, blocks_of(SOURCE, PREPARE, TARGET, THREADS, VECTORS, ROTATED))
@@ -398,11 +400,21 @@ __global__ void __launch_bounds__(
     const auto norm = norm_of<LOADED, PREPARE == LAYER_NORM>(params);
     wait_on_dependent_grids();
     const int row = min(index, rows - 1), written = index < rows ? padded : 0;
+    const auto count_rows = [&] {
+        if constexpr (WITH_HALF)
+            if (x_scale) {
+                const int each = blockDim.x / THREADS, counted = min(each, rows - static_cast<int>(blockIdx.x) * each);
+                int* const counter = reinterpret_cast<int*>(const_cast<float*>(x_scale));
+                __syncthreads();
+                if (threadIdx.x == 0) red_add_release(counter, counted);
+            }
+    };
     __half* const half_out = WITH_HALF ? static_cast<__half*>(const_cast<void*>(data)) + row * pitch : nullptr;
     if constexpr (HALVES) {
         quantize_norm<static_cast<Order>(OUT), PREPARE == LAYER_NORM, ROTATED != NOT_ROTATED, WITH_HALF>(
             residual + row * residual_pitch, half_out, norm, padded, row, static_cast<int8*>(out), out_ld, scales,
             rotation, rotation_scale, scratch);
+        count_rows();
         return;
     }
     if constexpr (is_half_to_codes(SOURCE, PREPARE, TARGET, ROTATED)) {
@@ -492,6 +504,7 @@ __global__ void __launch_bounds__(
             quantize_turned<static_cast<Order>(OUT)>(
                 v, row, written, static_cast<int8*>(out), out_ld, scales, rotation, rotation_scale, scratch,
                 reinterpret_cast<float*>(memory));
+            count_rows();
             return;
         }
     } else {
@@ -520,6 +533,7 @@ __global__ void __launch_bounds__(
             store8(target, r);
         }
     }
+    count_rows();
 }
 
 // out = x_scale[row] * (w_scale[column] * sum) + bias[column], or with ADD out += fp16 of that. data: the sums of a

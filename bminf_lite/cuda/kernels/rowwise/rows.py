@@ -110,7 +110,7 @@ class RowKernels:
         self, step: StepContext | None, source: RowSource, target: RowTarget, rows: int, k: int,
         residual: cp.ndarray | None = None, norm: Norm | None = None, activation: int | None = None,
         bytes_moved: int = 0, rotation: int = 1, scale: float = 1.0, gated: bool = True,
-        half: cp.ndarray | None = None, values: cp.ndarray | None = None,
+        half: cp.ndarray | None = None, values: cp.ndarray | None = None, counter: int = 0,
     ) -> None:  # fmt: skip
         """Read ``rows`` of ``k`` elements, add them to ``residual``, normalise or activate them, and write the result.
 
@@ -118,14 +118,15 @@ class RowKernels:
         With ``activation`` that is applied; rows of a ``gated`` one have ``2 k`` elements: gate and up. What becomes
         codes or fp16 may be rotated before, in blocks of ``rotation`` elements, at most ``MAX_ROTATION``. The sums of a
         ``sum_target`` are multiplied by ``scale``. A norm alone that becomes codes in rows also goes to the padded fp16
-        rows ``half``, not rotated, if there are any. A norm of ``residual`` and fp16 rows that becomes codes in rows
-        also goes to the fp32 rows ``values``, of the pitch of ``residual``, which then stays as it is.
+        rows ``half``, not rotated, if there are any; then ``counter`` is the address of an int32 to which 1 is added
+        when a row is written, or 0. A norm of ``residual`` and fp16 rows that becomes codes in rows also goes to the
+        fp32 rows ``values``, of the pitch of ``residual``, which then stays as it is.
         """
         read, source_kind, order = source
         written, target_kind, out_order = target
         if half is not None:
             assert norm is not None and source_kind == NONE and target_kind == CODES and out_order == ROW
-            read, target_kind = (half.data.ptr, 0, 0, 0, pitch_of(half)), CODES_AND_HALF
+            read, target_kind = (half.data.ptr, counter, 0, 0, pitch_of(half)), CODES_AND_HALF
         if values is not None:
             assert norm is not None and source_kind == FROM_HALF and target_kind == CODES and out_order == ROW
             assert residual is not None and pitch_of(values) == pitch_of(residual)
