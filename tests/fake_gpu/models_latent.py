@@ -20,6 +20,7 @@ from bminf_lite.cuda.kernels.attention.latent import (
     HOPPER_TOKENS,
     few_shared,
     hopper_shared,
+    products_shared,
 )
 from bminf_lite.cuda.kernels.constants import (
     HEAD_PRODUCTS_COLUMNS,
@@ -111,6 +112,7 @@ def head_products(call: Call) -> None:
         blocks * call.number("TOKENS") >= tokens and columns * HEAD_PRODUCTS_COLUMNS >= n, "blocks are missing"
     )
     rows, width = (k, n) if by_input else (n, k)
+    call.require(call.launch.shared >= products_shared(call.number("TOKENS"), call.number("STAGES")), "shared memory")
     call.require(call.w_pitch % 8 == 0 and rows <= call.w_rows, "the matrix")
     factors = call.vector("factors", tokens, F32)[:, None] if call.factors else F32(1)
     for head in range(heads):

@@ -18,21 +18,20 @@ namespace bminf {
 
 constexpr int PITCH = (CHUNK + 8) * 2;  // bytes of a row in shared memory
 
-template <int TOKENS>
+// Blocks of few tokens wait for memory, so they have more chunks in flight: STAGES - 1.
+template <int TOKENS, int STAGES>
 struct HeadProductsScratch {
-    // Blocks of few tokens wait for memory, so they have more chunks in flight.
-    static constexpr int STAGES = TOKENS > 16 ? 2 : 4;
     __align__(16) char inputs[STAGES][TOKENS * PITCH];
     __align__(16) char weights[STAGES][COLUMNS * PITCH];
 };
 
 // One block's part. It waits for earlier kernels. Called by THREADS threads.
-template <int TOKENS, bool BY_INPUT>
+template <int TOKENS, int STAGES, bool BY_INPUT>
 __device__ __forceinline__ void multiply_head(
-    HeadProductsScratch<TOKENS>& scratch, int token_block, int column_block, int head, const __half* x,
+    HeadProductsScratch<TOKENS, STAGES>& scratch, int token_block, int column_block, int head, const __half* x,
     long long x_pitch, int x_head, int aligned, const __half* w, int w_pitch, int w_rows, int k, int n,
     const float* factors, __half* out, long long out_pitch, int out_head, int tokens) {
-    constexpr int GROUPS = TOKENS / 16, STAGES = HeadProductsScratch<TOKENS>::STAGES;
+    constexpr int GROUPS = TOKENS / 16;
     constexpr int WIDTH = COLUMNS / (THREADS / WARP);  // columns of a warp
     static_assert(WIDTH == 16, "two tiles of a warp");
     static_assert(COLUMNS == CHUNK, "a chunk of w is square, so it fits either way");

@@ -40,6 +40,11 @@ ROWS = (64, 32, 16)
 """Pairs of a token and a head that a block has."""
 TOKENS = (16, 64)
 """Tokens of a block of products with the matrices of heads."""
+FEW_TOKENS_STAGES = (4, 8)
+"""Chunks in shared memory of a block of few tokens: the most that all products of a model's heads need, if the GPU has
+the room for two such blocks on an SM."""
+MANY_TOKENS_STAGES = 2
+"""The same of a block of many tokens."""
 MMA_TOKENS = 32
 """Tokens up to which products with the matrices of heads are left to ``mma.sync`` on compute capability 9.0."""
 HOPPER_TOKENS, HOPPER_COLUMNS = 128, 128
@@ -411,7 +416,8 @@ class HeadProducts:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "head_products", (TOKENS, BOOLEANS))
+        blocks = (Together((TOKENS[0], few_tokens_stages(capability))), Together((TOKENS[1], MANY_TOKENS_STAGES)))
+        yield KernelFamily(cls.source, "head_products", (blocks, BOOLEANS))
         if capability == (9, 0):
             yield KernelFamily(cls.hopper, "head_products_hopper", (BOOLEANS,))
 
@@ -427,13 +433,15 @@ class HeadProducts:
         ``first_row``: ``k`` of ``n`` elements if ``by_input``, else ``n`` of ``k``. ``factors`` fp32 ``[tokens]``
         multiply the results.
         """
+        capability = self._launcher.device.compute_capability
         size = TOKENS[tokens > TOKENS[0]]
+        stages = MANY_TOKENS_STAGES if tokens > TOKENS[0] else few_tokens_stages(capability)
         pitch = pitch_of(matrix)
         own = matrix.data.ptr + first_row * pitch * matrix.itemsize
         whole = (
             k % 64 == 0 and n % HOPPER_COLUMNS == 0 and not any(i % 8 for i in (x_pitch, x_head, out_pitch, out_head))
         )
-        if tokens > MMA_TOKENS and whole and self._launcher.device.compute_capability == (9, 0):
+        if tokens > MMA_TOKENS and whole and capability == (9, 0):
             element = TensorMapDataType.FLOAT16
             x_map = tensor_map_2d(x.data.ptr, element, tokens, x_head * (heads - 1) + k, x_pitch, 64)
             w_map = tensor_map_2d(own, element, rows_of_head * heads - first_row, pitch, pitch, 64)
@@ -449,13 +457,25 @@ class HeadProducts:
             )
             return
         self._launcher.launch(
-            step, self.source, f"head_products<{size}, {BOOLEANS[by_input]}>",
+            step, self.source, f"head_products<{size}, {stages}, {BOOLEANS[by_input]}>",
             (ceil_div(tokens, size), ceil_div(n, HEAD_PRODUCTS_COLUMNS), heads), HEAD_PRODUCTS_THREADS,
             (x.data.ptr, x_pitch, x_head, x_pitch % 8 == 0 and x_head % 8 == 0,
              own, pitch, rows_of_head, k, n, address(factors),
              out.data.ptr, out_pitch, out_head, tokens),
-            bytes_moved=heads * k * n * matrix.itemsize,
+            shared=products_shared(size, stages), bytes_moved=heads * k * n * matrix.itemsize,
         )  # fmt: skip
+
+
+def few_tokens_stages(capability: Capability) -> int:
+    """Chunks in shared memory of a block of products of few tokens."""
+    few, all_of_them = FEW_TOKENS_STAGES
+    fits = 2 * (products_shared(TOKENS[0], all_of_them) + 1024) <= shared_memory_per_block(capability)
+    return all_of_them if fits else few
+
+
+def products_shared(tokens: int, stages: int) -> int:
+    """Bytes of dynamic shared memory of a block of ``head_products``."""
+    return stages * (tokens + HEAD_PRODUCTS_COLUMNS) * (HEAD_PRODUCTS_COLUMNS + 8) * 2
 
 
 def max_tiles(spec: LatentSpec, batch: ForwardBatch, rows: int) -> int:

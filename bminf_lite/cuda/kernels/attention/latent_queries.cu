@@ -17,12 +17,12 @@ __global__ void __launch_bounds__(THREADS) latent_queries(
     int rope_dim, int rank, int depth, const int* cu_seqlens, const int* context_lens, const int* block_tables,
     int table_pitch, int sequences, CACHE* cache, __half* scales, __half* queries, int aligned, const __half* matrix,
     int w_pitch, int w_rows, int tokens, int parts) {
-    __shared__ HeadProductsScratch<16> products;
+    __shared__ HeadProductsScratch<16, 4> products;
     __shared__ LatentRowsScratch<THREADS> scratch;
     launch_dependent_grids();
     const int head = blockIdx.z;
     if (head < heads) {
-        multiply_head<16, true>(
+        multiply_head<16, 4, true>(
             products, 0, blockIdx.y, head, q, q_pitch, nope_dim + rope_dim, aligned, matrix, w_pitch, w_rows, nope_dim,
             rank, nullptr, queries, static_cast<long long>(heads) * depth, depth, tokens);
         return;
