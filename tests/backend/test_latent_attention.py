@@ -239,10 +239,32 @@ def test_clusters_for_few_rows_give_the_same_bits(
         for parts in (
             *([(0, end - 1, end)] for end in ends), [(1, 290, 300), (0, 99, 100)],
             [(0, token, token + 1) for token in range(length - 4, length)] + [(1, 255, 256)],
+            [(1, 299, 300), (0, 99, 100)],
         ):  # fmt: skip
             with cuda_backend.kernels.in_step():  # rows of earlier steps are read at once
                 results += layer.step(parts, padding=2, bound=300)
         found.append(np.concatenate(results))
+    np.testing.assert_array_equal(found[1], found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+def test_products_merge_the_records_of_few_tokens(
+    cuda_backend: Any, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of a sequence whose pairs are two tiles, and sequences behind it: with the bits of merges before."""
+    kernel, length, found = cuda_backend.kernels.latent_attention, LATENT_SEGMENT + 40, []
+    monkeypatch.setattr(type(kernel), "max_few", 1000)
+    for merges in (False, True):
+        if not merges:
+            monkeypatch.setattr(type(kernel), "merges", lambda *_: False)
+        layer, results = Layer(cuda_backend, (20, 16, 64, 48, 256), 2, int8=int8, length=length), []
+        layer.fill()
+        for parts in ([(0, length - 2, length), (1, 99, 100)], [(1, 270, 271), (0, 255, 257)], [(0, 255, 256)]):
+            results += layer.step(parts, padding=1, bound=length)
+        found.append(np.concatenate(results))
+        monkeypatch.undo()
+        monkeypatch.setattr(type(kernel), "max_few", 1000)
     np.testing.assert_array_equal(found[1], found[0])
 
 

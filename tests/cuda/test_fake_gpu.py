@@ -116,6 +116,7 @@ def test_kernels_compute_by_their_own_code(profile: str) -> None:
         ("h200", "segments_are_merged"),
         ("sm_86", "blocks_share and True"),
         ("h200", "clusters_for_few and 256 and False"),
+        ("h200", "records_of_few and False"),
         ("h200", "wgmma_gives and 256-3"),
         ("h200", "products_of_heads"),
     ],

@@ -33,8 +33,8 @@ INTERPRETED = {
     "attention/latent.cu", "attention/latent_rows.cu", "attention/head_products.cu", "attention/decode.cu",
     "attention/prepare_heads.cu", "attention/prefill.cu", "attention/latent_few.cu", "attention/prefill_merge.cu",
     "attention/latent_hopper.cu", "rowwise/layer_inputs.cu", "attention/head_products_hopper.cu",
-    "attention/latent_queries.cu", "experts/adapters.cu", "collective/divided_rows.cu", "recurrent/delta_token.cu",
-    "recurrent/mamba2_token.cu",
+    "attention/latent_queries.cu", "attention/latent_values.cu", "experts/adapters.cu", "collective/divided_rows.cu",
+    "recurrent/delta_token.cu", "recurrent/mamba2_token.cu",
 }  # fmt: skip
 """Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
 CLUSTERS = {

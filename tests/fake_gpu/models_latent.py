@@ -29,6 +29,7 @@ from bminf_lite.cuda.kernels.constants import (
     LATENT_HEADS,
     LATENT_KEYS,
     LATENT_MAX_KEY,
+    LATENT_MERGED_TOKENS,
 )
 
 from .launching import Call, model
@@ -123,6 +124,21 @@ def head_products(call: Call) -> None:
 
 
 @model
+def latent_values(call: Call) -> None:
+    """Of the means: the model of the kernel before it writes those of all tiles."""
+    heads, tokens, n, rank = call.heads, call.tokens, call.n, LATENT_CLUSTER * call.number("LATENTS")
+    columns, blocks = call.launch.grid[:2]
+    call.require(columns * HEAD_PRODUCTS_COLUMNS >= n and blocks == heads, "blocks are missing")
+    call.require(tokens <= LATENT_MERGED_TOKENS and call.w_pitch % 8 == 0 and n <= call.w_rows, "tokens, or the matrix")
+    call.require(call.launch.shared >= products_shared(16, rank // HEAD_PRODUCTS_COLUMNS), "shared memory")
+    means = call.rows("means", tokens * heads, call.mean_pitch, rank, F16, 8).reshape(tokens, heads, rank).astype(F32)
+    for head in range(heads):
+        matrix = call.rows("matrix", n, call.w_pitch, rank, F16, 16, 2 * head * call.w_rows * call.w_pitch).astype(F32)
+        out = call.rows("out", tokens, call.out_pitch, n, F16, 2, 2 * head * n)
+        out[...] = product_by_row(means[:, head], matrix.T)
+
+
+@model
 def head_products_hopper(call: Call) -> None:
     tokens, k, by_input, out_pitch = call.tokens, call.k, call.number("BY_INPUT"), call.out_pitch
     (columns, blocks, heads), n = call.launch.grid, call.launch.grid[0] * HOPPER_COLUMNS
@@ -184,7 +200,8 @@ def latent_few(call: Call) -> None:
     call.require(blocks >= LATENT_CLUSTER * segments, "segments are missing")
     if segments > 1:
         call.vector("records", tiles * blocks // LATENT_CLUSTER * LATENT_FEW_ROWS * (rank + 2 * LATENT_CLUSTER), F32, 8)
-    call.require(not call.vector("arrivals", tiles * LATENT_CLUSTER, np.int32).any(), "arrivals are counted from 0")
+    if call.arrivals:
+        call.require(not call.vector("arrivals", tiles * LATENT_CLUSTER, np.int32).any(), "arrivals are counted from 0")
     attend_to_rows(call, cu_seqlens, context_lens, tables)
 
 

@@ -13,7 +13,7 @@ import cupy as cp
 import numpy as np
 
 from ...cuda.kernels.arrays import pitch_of
-from ...cuda.kernels.attention.latent import TOKENS, depth_of, element_of, unsupported
+from ...cuda.kernels.attention.latent import TOKENS, LatentGrid, depth_of, element_of, unsupported
 from ...errors import DeviceError, OutOfMemory
 from ..cache_values import LatentCache
 from ..latent import float_matrix
@@ -64,10 +64,14 @@ class LatentLaunches:
     ) -> cp.ndarray:
         """See :meth:`.Backend.latent_attention`."""
         queries = self._queries(q, kv, spec, expand, cache, batch)
-        means = self._means(queries, spec, cache, batch)
+        means, records, grid = self._means(queries, spec, cache, batch)
         del queries
         tokens, pitch = len(means), means.shape[2]
         out = self.arrays.rows(tokens, spec.heads * spec.value_dim, np.float16)
+        if records is not None and self.kernels.latent_attention.merges(tokens, grid):
+            self.kernels.head_products.values(self.kernels.step, records, grid, means, spec, batch, expand.matrix, out)
+            return out
+        del records
         self.kernels.head_products.launch(
             self.kernels.step, means, spec.heads * pitch, pitch, expand.matrix, spec.nope_dim,
             spec.nope_dim + spec.value_dim, spec.heads, spec.rank, spec.value_dim, False, out, pitch_of(out),
@@ -95,8 +99,10 @@ class LatentLaunches:
         )  # fmt: skip
         return queries
 
-    def _means(self, queries: cp.ndarray, spec: LatentSpec, cache: LatentCache, batch: ForwardBatch) -> cp.ndarray:
-        """The means of latents, fp16 ``[T, heads, rank]``."""
+    def _means(
+        self, queries: cp.ndarray, spec: LatentSpec, cache: LatentCache, batch: ForwardBatch
+    ) -> tuple[cp.ndarray, cp.ndarray | None, LatentGrid]:
+        """The means of latents, fp16 ``[T, heads, rank]``, or the records of which the next kernel makes them."""
         means = self.arrays.empty((len(queries), spec.heads, spec.rank), np.float16)
         kernel, records, pairs = self.kernels.latent_attention, None, len(queries) * spec.heads
         grid = kernel.grid(spec, batch, element_of(cache), self.max_record_bytes)
@@ -107,9 +113,11 @@ class LatentLaunches:
                 grid = kernel.grid(spec, batch, element_of(cache), 0)  # slower, and the same bits
                 records = self.arrays.empty((grid.record_elements(spec.rank, pairs),), np.float32)
         table = batch.block_tables[cache.group]
-        arrivals = self.scratch.zeros("latent arrivals", kernel.arrival_elements, np.int32)
+        arrivals = None
+        if records is None or not kernel.merges(len(queries), grid):
+            arrivals = self.scratch.zeros("latent arrivals", kernel.arrival_elements, np.int32)
         kernel.launch(self.kernels.step, queries, spec, cache, batch, table, grid, records, arrivals, means)
-        return means
+        return means, records, grid
 
     def _fp32(self, x: Array) -> cp.ndarray:
         """``x`` as padded fp32 rows, or columns of such."""

@@ -228,6 +228,8 @@ LATENT_KEYS = 32
 """Rows of the cache in a tile of attention to latents."""
 LATENT_FEW_ROWS, LATENT_CLUSTER = 32, 8
 """Pairs of a token and a head in a tile of few, and the blocks of a cluster that share its segment."""
+LATENT_MERGED_TOKENS = 4
+"""Tokens up to which the products with the values' matrices merge the records of segments."""
 LATENT_ROWS_THREADS = 128
 """Threads that have a token's latent, of at most 8 elements each."""
 LATENT_HEADS = 16
@@ -408,9 +410,12 @@ HEADERS = {
     "constants/latent.cuh": render_header(
         THREADS=LATENT_THREADS,
         KEYS=LATENT_KEYS,
+    ),
+    "constants/latent_segments.cuh": render_header(
         LATENT_SEGMENT=LATENT_SEGMENT,
         LATENT_FEW_ROWS=LATENT_FEW_ROWS,
         LATENT_CLUSTER=LATENT_CLUSTER,
+        LATENT_MERGED_TOKENS=LATENT_MERGED_TOKENS,
     ),
     "constants/latent_rows.cuh": render_header(
         LATENT_ROWS_THREADS=LATENT_ROWS_THREADS, HEADS=LATENT_HEADS, MAX_KEY=LATENT_MAX_KEY

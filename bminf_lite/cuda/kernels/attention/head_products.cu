@@ -11,6 +11,6 @@ __global__ void __launch_bounds__(THREADS) head_products(
     extern __shared__ __align__(128) char shared[];
     launch_dependent_grids();
     multiply_head<TOKENS, STAGES, BY_INPUT>(
-        *reinterpret_cast<HeadProductsScratch<TOKENS, STAGES>*>(shared), blockIdx.x, blockIdx.y, blockIdx.z, x, x_pitch, x_head, aligned, w, w_pitch, w_rows, k, n, factors,
-        out, out_pitch, out_head, tokens);
+        *reinterpret_cast<HeadProductsScratch<TOKENS, STAGES>*>(shared), blockIdx.x, blockIdx.y, blockIdx.z, x, x_pitch,
+        x_head, aligned, w, w_pitch, w_rows, k, n, factors, out, out_pitch, out_head, tokens);
 }

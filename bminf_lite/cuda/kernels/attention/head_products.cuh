@@ -25,33 +25,89 @@ struct HeadProductsScratch {
     __align__(16) char weights[STAGES][COLUMNS * PITCH];
 };
 
+// The matrix of a head: rows w_pitch apart, k of n elements if BY_INPUT, else n of k.
+template <bool BY_INPUT>
+struct HeadMatrix {
+    const __half* rows;
+    int pitch, k, n;
+
+    // Starts to load a chunk: elements of the sums from `from` on, for the columns from first_column on.
+    __device__ __forceinline__ void load(char* chunk, int from, int first_column) const {
+        const unsigned target = cast_smem_ptr_to_uint(chunk);
+        const int first_row = BY_INPUT ? from : first_column, end_row = BY_INPUT ? k : n;
+        const int left = BY_INPUT ? first_column : from;
+        for (int i = threadIdx.x; i < CHUNK * (CHUNK / 8); i += THREADS) {
+            const int row = i / (CHUNK / 8), piece = i % (CHUNK / 8) * 8;
+            const bool is_there = first_row + row < end_row && left + piece < pitch;
+            cp_async_16(
+                target + row * PITCH + piece * 2,
+                is_there ? rows + static_cast<long long>(first_row + row) * pitch + left + piece : rows, is_there);
+        }
+    }
+};
+
+// The sums of a warp: GROUPS groups of 16 tokens, and WIDTH columns.
+template <int GROUPS, bool BY_INPUT>
+struct HeadSums {
+    static constexpr int WIDTH = COLUMNS / (THREADS / WARP);
+    static_assert(WIDTH == 16, "two tiles of a warp");
+    static_assert(COLUMNS == CHUNK, "a chunk of w is square, so it fits either way");
+    float sums[GROUPS][2][4] = {};
+    int lane = threadIdx.x % WARP, column = threadIdx.x / WARP * WIDTH;
+
+    // Adds the products of a chunk.
+    __device__ __forceinline__ void add(const char* inputs, const char* weights) {
+        const unsigned a_row = cast_smem_ptr_to_uint(inputs) + lane % 16 * PITCH + lane / 16 * 16;
+        const unsigned b_row = cast_smem_ptr_to_uint(weights) +
+                               (BY_INPUT ? lane % 16 * PITCH + lane / 16 * 16 + column * 2
+                                         : (column + lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16);
+#pragma unroll
+        for (int step = 0; step < CHUNK / 16; ++step) {
+            unsigned b[4];
+            if constexpr (BY_INPUT)
+                ldmatrix_x4_trans(b, b_row + step * 16 * PITCH);
+            else
+                ldmatrix_x4(b, b_row + step * 32);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                unsigned a[4];
+                ldmatrix_x4(a, a_row + group * 16 * PITCH + step * 32);
+                mma_m16n8k16(sums[group][0], a, b[0], b[1]);
+                mma_m16n8k16(sums[group][1], a, b[2], b[3]);
+            }
+        }
+    }
+
+    // Stores the rows of tokens from first_token on, and the columns from first_column on. out: of the head.
+    __device__ __forceinline__ void store(
+        int first_token, int tokens, int first_column, int n, const float* factors, __half* out,
+        long long out_pitch) const {
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+            for (int high = 0; high < 2; ++high) {
+                const int token = first_token + group * 16 + lane / 4 + high * 8;
+                if (token >= tokens) continue;
+                const float factor = factors ? factors[token] : 1.0f;
+                __half* const row = out + token * out_pitch;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int at = first_column + column + i / 2 * 8 + lane % 4 * 2 + i % 2;
+                    if (at < n) row[at] = __float2half_rn(__fmul_rn(sums[group][i / 2][2 * high + i % 2], factor));
+                }
+            }
+    }
+};
+
 // One block's part. It waits for earlier kernels. Called by THREADS threads.
 template <int TOKENS, int STAGES, bool BY_INPUT>
 __device__ __forceinline__ void multiply_head(
     HeadProductsScratch<TOKENS, STAGES>& scratch, int token_block, int column_block, int head, const __half* x,
     long long x_pitch, int x_head, int aligned, const __half* w, int w_pitch, int w_rows, int k, int n,
     const float* factors, __half* out, long long out_pitch, int out_head, int tokens) {
-    constexpr int GROUPS = TOKENS / 16;
-    constexpr int WIDTH = COLUMNS / (THREADS / WARP);  // columns of a warp
-    static_assert(WIDTH == 16, "two tiles of a warp");
-    static_assert(COLUMNS == CHUNK, "a chunk of w is square, so it fits either way");
-    const int lane = threadIdx.x % WARP, column = threadIdx.x / WARP * WIDTH;
     const int first_token = token_block * TOKENS, first_column = column_block * COLUMNS;
-    const __half* const matrix = w + static_cast<long long>(head) * w_rows * w_pitch;
+    const HeadMatrix<BY_INPUT> matrix = {w + static_cast<long long>(head) * w_rows * w_pitch, w_pitch, k, n};
     x += static_cast<long long>(head) * x_head;
-    const auto load_weights = [&](int stage, int from) {
-        const unsigned target = cast_smem_ptr_to_uint(scratch.weights[stage]);
-        const int first_row = BY_INPUT ? from : first_column, end_row = BY_INPUT ? k : n;
-        const int left = BY_INPUT ? first_column : from;
-        for (int i = threadIdx.x; i < CHUNK * (CHUNK / 8); i += THREADS) {
-            const int row = i / (CHUNK / 8), piece = i % (CHUNK / 8) * 8;
-            const bool is_there = first_row + row < end_row && left + piece < w_pitch;
-            cp_async_16(
-                target + row * PITCH + piece * 2,
-                is_there ? matrix + static_cast<long long>(first_row + row) * w_pitch + left + piece : matrix,
-                is_there);
-        }
-    };
     const auto load_inputs = [&](int stage, int from) {
         const unsigned target = cast_smem_ptr_to_uint(scratch.inputs[stage]);
         for (int i = threadIdx.x; i < TOKENS * (CHUNK / 8); i += THREADS) {
@@ -70,59 +126,28 @@ __device__ __forceinline__ void multiply_head(
     };
     constexpr int AHEAD = STAGES - 1;
 #pragma unroll
-    for (int stage = 0; stage < AHEAD; ++stage)
-        if (stage * CHUNK < k) load_weights(stage, stage * CHUNK);  // no earlier kernel of a step writes weights
+    for (int stage = 0; stage < AHEAD; ++stage)  // no earlier kernel of a step writes weights
+        if (stage * CHUNK < k) matrix.load(scratch.weights[stage], stage * CHUNK, first_column);
     wait_on_dependent_grids();
 #pragma unroll
     for (int stage = 0; stage < AHEAD; ++stage) {
         if (stage * CHUNK < k) load_inputs(stage, stage * CHUNK);
         cp_async_commit_group();
     }
-    float sums[GROUPS][2][4] = {};
+    HeadSums<TOKENS / 16, BY_INPUT> sums;
     for (int from = 0, stage = 0; from < k; from += CHUNK, stage = (stage + 1) % STAGES) {
         if (from + AHEAD * CHUNK < k) {
-            load_weights((stage + AHEAD) % STAGES, from + AHEAD * CHUNK);
+            matrix.load(scratch.weights[(stage + AHEAD) % STAGES], from + AHEAD * CHUNK, first_column);
             load_inputs((stage + AHEAD) % STAGES, from + AHEAD * CHUNK);
         }
         cp_async_commit_group();
         cp_async_wait_group<AHEAD>();
         __syncthreads();
-        const unsigned a_row = cast_smem_ptr_to_uint(scratch.inputs[stage]) + lane % 16 * PITCH + lane / 16 * 16;
-        const unsigned b_row = cast_smem_ptr_to_uint(scratch.weights[stage]) +
-                               (BY_INPUT ? lane % 16 * PITCH + lane / 16 * 16 + column * 2
-                                         : (column + lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16);
-#pragma unroll
-        for (int step = 0; step < CHUNK / 16; ++step) {
-            unsigned b[4];
-            if constexpr (BY_INPUT)
-                ldmatrix_x4_trans(b, b_row + step * 16 * PITCH);
-            else
-                ldmatrix_x4(b, b_row + step * 32);
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                unsigned a[4];
-                ldmatrix_x4(a, a_row + group * 16 * PITCH + step * 32);
-                mma_m16n8k16(sums[group][0], a, b[0], b[1]);
-                mma_m16n8k16(sums[group][1], a, b[2], b[3]);
-            }
-        }
+        sums.add(scratch.inputs[stage], scratch.weights[stage]);
         __syncthreads();
     }
     cp_async_wait_all();
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-        for (int high = 0; high < 2; ++high) {
-            const int token = first_token + group * 16 + lane / 4 + high * 8;
-            if (token >= tokens) continue;
-            const float factor = factors ? factors[token] : 1.0f;
-            __half* const row = out + token * out_pitch + static_cast<long long>(head) * out_head;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = first_column + column + i / 2 * 8 + lane % 4 * 2 + i % 2;
-                if (at < n) row[at] = __float2half_rn(__fmul_rn(sums[group][i / 2][2 * high + i % 2], factor));
-            }
-        }
+    sums.store(first_token, tokens, first_column, n, factors, out + static_cast<long long>(head) * out_head, out_pitch);
 }
 
 }  // namespace bminf

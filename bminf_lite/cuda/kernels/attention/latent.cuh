@@ -4,6 +4,7 @@
 #include "attention/softmax.cuh"
 #include "common/async.cuh"
 #include "constants/latent.cuh"
+#include "constants/latent_segments.cuh"
 
 namespace bminf {
 

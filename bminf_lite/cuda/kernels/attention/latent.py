@@ -21,6 +21,7 @@ from ..constants import (
     LATENT_HEADS,
     LATENT_KEYS,
     LATENT_MAX_KEY,
+    LATENT_MERGED_TOKENS,
     LATENT_ROWS_THREADS,
     LATENT_SEGMENT,
     LATENT_THREADS,
@@ -43,6 +44,8 @@ TOKENS = (16, 64)
 FEW_TOKENS_STAGES = (4, 8)
 """Chunks in shared memory of a block of few tokens: the most that all products of a model's heads need, if the GPU has
 the room for two such blocks on an SM."""
+MERGED_TOKENS = LATENT_MERGED_TOKENS
+"""Tokens up to which these products merge the records of the segments before."""
 MANY_TOKENS_STAGES = 2
 """The same of a block of many tokens."""
 MMA_TOKENS = 32
@@ -244,6 +247,10 @@ class LatentAttentionKernels:
             return LatentGrid(config, tiles, 1, 1)
         return found
 
+    def merges(self, tokens: int, grid: LatentGrid) -> bool:
+        """Whether the products with the values' matrices merge the records: :meth:`.HeadProducts.values`."""
+        return grid.form is Form.FEW and grid.records > 1 and tokens <= MERGED_TOKENS
+
     @property
     def has_wgmma(self) -> bool:
         """Whether the GPU has wgmma."""
@@ -261,13 +268,14 @@ class LatentAttentionKernels:
 
     def launch(
         self, step: StepContext, queries: cp.ndarray, spec: LatentSpec, cache: LatentCache, batch: ForwardBatch,
-        table: cp.ndarray, grid: LatentGrid, records: cp.ndarray | None, arrivals: cp.ndarray, means: cp.ndarray,
+        table: cp.ndarray, grid: LatentGrid, records: cp.ndarray | None, arrivals: cp.ndarray | None, means: cp.ndarray,
     ) -> None:  # fmt: skip
         """``queries`` fp16 ``[T, heads, depth]`` -> ``means`` fp16 ``[T, heads, mean_pitch]`` of the latents they see.
 
         The rows of the step's tokens are in the cache. ``records`` is fp32, of ``grid.record_elements``; it may be None
         if no sequence has more than ``LATENT_SEGMENT`` tokens. ``arrivals`` is int32, of ``arrival_elements``; no other
-        kernel may use it at the same time.
+        kernel may use it at the same time. It may be None where the next kernel :meth:`merges`: then tiles of several
+        segments have records alone.
         """
         config, depth, pitch = grid.config, depth_of(spec), means.shape[2]
         sequences = address(batch.cu_seqlens), address(batch.context_lens), batch.batch_size, spec.heads
@@ -304,7 +312,7 @@ class LatentAttentionKernels:
                 step, self.few, f"latent_few<{columns}, {element_of(cache)}>",
                 (LATENT_CLUSTER * grid.records, grid.tiles), LATENT_THREADS,
                 (queries.data.ptr, cache.rows.data.ptr, address(cache.scales), table.data.ptr, pitch_of(table),
-                 *sequences, depth, spec.rank, spec.scale * LOG2_E, address(records), arrivals.data.ptr,
+                 *sequences, depth, spec.rank, spec.scale * LOG2_E, address(records), address(arrivals),
                  means.data.ptr, pitch),
                 shared=few_shared(columns, depth), cluster=LATENT_CLUSTER, dependent=is_unwritten, bytes_moved=nbytes,
             )  # fmt: skip
@@ -410,6 +418,7 @@ class HeadProducts:
 
     source = "attention/head_products.cu"
     hopper = "attention/head_products_hopper.cu"
+    merging = "attention/latent_values.cu"
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -420,6 +429,29 @@ class HeadProducts:
         yield KernelFamily(cls.source, "head_products", (blocks, BOOLEANS))
         if capability == (9, 0):
             yield KernelFamily(cls.hopper, "head_products_hopper", (BOOLEANS,))
+        if few_columns(capability):
+            yield KernelFamily(cls.merging, "latent_values", (few_columns(capability),))
+
+    def values(
+        self, step: StepContext, records: cp.ndarray, grid: LatentGrid, means: cp.ndarray, spec: LatentSpec,
+        batch: ForwardBatch, matrix: cp.ndarray, out: cp.ndarray,
+    ) -> None:  # fmt: skip
+        """The values of the few tokens of a step, fp16 ``[T, heads * value_dim]``, of what ``latent_few`` has left.
+
+        ``means`` fp16 ``[T, heads, mean_pitch]`` are those of tiles with one segment, ``records`` those of the others.
+        ``matrix`` is fp16 ``[heads * (nope_dim + value_dim), rank]`` with padded rows.
+        """
+        columns, pitch = spec.rank // LATENT_CLUSTER, pitch_of(matrix)
+        self._launcher.launch(
+            step, self.merging, f"latent_values<{columns}>",
+            (ceil_div(spec.value_dim, HEAD_PRODUCTS_COLUMNS), spec.heads), HEAD_PRODUCTS_THREADS,
+            (records.data.ptr, grid.records, means.data.ptr, means.shape[2], address(batch.cu_seqlens),
+             address(batch.context_lens), batch.batch_size, spec.heads,
+             matrix.data.ptr + spec.nope_dim * pitch * matrix.itemsize, pitch, spec.nope_dim + spec.value_dim,
+             spec.value_dim, out.data.ptr, pitch_of(out), len(means)),
+            shared=products_shared(TOKENS[0], spec.rank // HEAD_PRODUCTS_COLUMNS),
+            bytes_moved=spec.heads * spec.rank * spec.value_dim * matrix.itemsize,
+        )  # fmt: skip
 
     def launch(
         self, step: StepContext, x: cp.ndarray, x_pitch: int, x_head: int, matrix: cp.ndarray, first_row: int,

@@ -8,9 +8,10 @@
 // earlier kernels.
 //
 // If a tile has several segments, each block writes a record of its columns, and the last one of a part of the columns
-// to arrive merges these: the same merges in the same order. The grid is (CLUSTER * segments, at least the number of
-// row tiles).
+// to arrive merges these: the same merges in the same order. Without `arrivals` the next kernel does
+// (latent_values.cu). The grid is (CLUSTER * segments, at least the number of row tiles).
 #include "attention/latent.cuh"
+#include "attention/latent_records.cuh"
 #include "common/cluster.cuh"
 #include "common/tensor_cores.cuh"
 
@@ -188,11 +189,6 @@ struct SegmentSoftmax {
     }
 };
 
-// A record of one block: the sums of its columns [ROWS, COLUMNS], and behind them of each row the largest score and the
-// sum of weights.
-template <int COLUMNS>
-constexpr int RECORD = ROWS * (COLUMNS + 2);
-
 // Merges the records of `segments` segments, which are `stride` apart, and writes the means of `rows` rows.
 template <int COLUMNS>
 __device__ __forceinline__ void merge_columns(
@@ -200,27 +196,15 @@ __device__ __forceinline__ void merge_columns(
     constexpr int VECTORS = COLUMNS / 4;
     for (int i = threadIdx.x; i < rows * VECTORS; i += THREADS) {
         const int row = i / VECTORS, column = i % VECTORS * 4;
-        const float* record = records;
-        float top = -INF_F, sum = 0, o[4] = {};
-#pragma unroll 4
-        for (int segment = 0; segment < segments; ++segment, record += stride) {
-            const float2 of_row = __ldcg(reinterpret_cast<const float2*>(record + ROWS * COLUMNS + 2 * row));
-            const float4 x = __ldcg(reinterpret_cast<const float4*>(record + row * COLUMNS + column));
-            const MergeFactors merging = merge_factors(top, of_row.x);
-            top = merging.top, sum = merge(merging, sum, of_row.y);
-            o[0] = merge(merging, o[0], x.x), o[1] = merge(merging, o[1], x.y);
-            o[2] = merge(merging, o[2], x.z), o[3] = merge(merging, o[3], x.w);
-        }
-        __half* const mean = means + static_cast<long long>(row) * mean_pitch + column;
-        store_means(mean, o[0], o[1], sum);
-        store_means(mean + 2, o[2], o[3], sum);
+        *reinterpret_cast<uint2*>(means + static_cast<long long>(row) * mean_pitch + column) =
+            merged_means<COLUMNS>(records, stride, segments, row, column);
     }
 }
 
 // COLUMNS: of the latents of a block: rank is COLUMNS * CLUSTER. Other parameters: see latent_attention. records: fp32,
 // RECORD<COLUMNS> for each tile, segment of the grid and block of a cluster; arrivals: int32, of each tile and block of
-// a cluster, 0 before and after. Dynamic shared memory: ROWS + OWN_KEYS rows of depth + 8 fp16 elements, LATENT_SEGMENT
-// rows of COLUMNS + 8, and ROWS rows of scores.
+// a cluster, 0 before and after, or null. Dynamic shared memory: ROWS + OWN_KEYS rows of depth + 8 fp16 elements,
+// LATENT_SEGMENT rows of COLUMNS + 8, and ROWS rows of scores.
 template <int COLUMNS, class CACHE>
 __global__ void __launch_bounds__(THREADS, 1) latent_few(
     const __half* q, const CACHE* cache, const __half* scales, const int* block_tables, int table_pitch,
@@ -321,6 +305,7 @@ __global__ void __launch_bounds__(THREADS, 1) latent_few(
     if (threadIdx.x < ROWS)
         *reinterpret_cast<float2*>(record + ROWS * COLUMNS + 2 * threadIdx.x) =
             make_float2(tops[threadIdx.x], totals[threadIdx.x]);
+    if (!arrivals) return;
     __syncthreads();
     if (threadIdx.x == 0) {
         int* const counter = arrivals + blockIdx.y * CLUSTER + part;
