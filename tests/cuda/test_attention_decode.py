@@ -534,8 +534,9 @@ def check_drafts(device: Device, shape: Shape, texts: Sequence[tuple[int, int]],
     assert checked or padded_head_dim(problem.spec) > 128
 
 
-DRAFTED = [(0, 3), (62, 4), (300, 1), (507, 8), (1020, 8), (2040, 17), (1500, 2)]
-"""Texts with drafts: across blocks of the cache and segments, as many as there may be, and one without."""
+ONE_SEGMENT = [(0, 3), (62, 4), (300, 1), (507, 8)]
+SEVERAL_SEGMENTS = [(1020, 8), (2044, 7), (1500, 1)]
+"""Texts with drafts: across blocks of the cache and segments, as many rows as there may be, and one without."""
 DRAFT_SHAPES = (
     *(shape for shape in SHAPES if not shape.cross),
     Shape(rotated=True),
@@ -546,7 +547,7 @@ DRAFT_SHAPES = (
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("texts", [DRAFTED[:4], DRAFTED], ids=["one segment", "several"])
+@pytest.mark.parametrize("texts", [ONE_SEGMENT, SEVERAL_SEGMENTS], ids=["one segment", "several"])
 @pytest.mark.parametrize("shape", DRAFT_SHAPES, ids=str)
 def test_drafts_prepare_the_tokens_before_them(device: Device, shape: Shape, texts: Sequence[tuple[int, int]]) -> None:
     check_drafts(device, shape, texts, UNITS)
