@@ -508,6 +508,7 @@ def _decode_work(
         experts=tuple(meta.expert_bytes),
         shared=tuple(shared),
         latents=sum(isinstance(layout, Latent) for layouts in config.layer_layouts for layout in layouts),
+        layer_inputs=config.num_layers if config.layer_input_features else 0,
     )
 
 

@@ -7,7 +7,8 @@ bytes over the bandwidth. The other terms do not depend on the bandwidth:
   tiles;
 - an int8 cache is dequantized;
 - a kernel takes a while to start and to end, and a norm delays the product that follows it;
-- a mixture's experts wait for its router, and latent attention has two kernels more than attention.
+- a mixture's experts wait for its router, latent attention has two kernels more than attention, and so has a layer that
+  adds an input of its own.
 
 The prediction knows a GPU by its memory bandwidth alone. The constants were fitted to measurements on an H200 and an
 H100, which have the same multiprocessors; a GPU with fewer or slower ones takes longer for the other terms.
@@ -35,6 +36,8 @@ MIXTURE_SECONDS = 14e-6
 """Seconds that a mixture takes beyond its products: the router, the choice, and both products' waits for them."""
 LATENT_SECONDS = 7e-6
 """Seconds that a layer's latent attention takes beyond attention."""
+LAYER_INPUT_SECONDS = 4.7e-6
+"""Seconds that a layer's own input takes beyond its products: its gate and its norm."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class StepWork:
       products share count twice;
     - ``logit_bytes``: bytes that are moved for the logits of a sequence;
     - ``shared``: the groups of what layers read of the caches of others, beside their own;
-    - ``latents``: the layers with latent attention.
+    - ``latents``: the layers with latent attention; ``layer_inputs``: those that add an input of their own.
     """
 
     matrix_bytes: int
@@ -78,6 +81,7 @@ class StepWork:
     experts: tuple[ExpertBytes, ...] = ()
     shared: tuple[CacheGroup, ...] = ()
     latents: int = 0
+    layer_inputs: int = 0
 
     def weight_bytes(self, batch: int) -> float:
         """Bytes of weights that a step of ``batch`` sequences reads, if each token chooses its experts at random."""
@@ -97,6 +101,7 @@ class StepWork:
             compute += nbytes * INT8_CACHE_SECONDS * group.is_int8
         launches = self.launches * LAUNCH_SECONDS + self.norm_vectors * NORM_SECONDS
         waits = len(self.experts) * MIXTURE_SECONDS + self.latents * LATENT_SECONDS
+        waits += self.layer_inputs * LAYER_INPUT_SECONDS
         return moved / bandwidth + compute + launches + waits
 
 
