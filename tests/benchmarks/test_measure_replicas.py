@@ -30,7 +30,8 @@ def test_every_replica_answers_its_share(streamed: bool, tmp_path: Path, capsys:
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert sum(found["answered"]) == 64 and min(found["answered"]) > 16
-    assert found["tokens_per_second"] > 0 and min(found["us_per_request"].values()) > 0
+    assert found["tokens_per_second"] > 0
+    assert sum(found["us_per_request"].values()) > 0  # a front's few requests may take less than a tick of the clock
     assert not (tmp_path / "measured").exists()
 
 

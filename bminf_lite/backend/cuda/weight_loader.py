@@ -53,6 +53,8 @@ class Loader:
         self._layers = 0
         self.file_staging = FileStaging()
         self._uploader: Uploader | None = None
+        self._receiving: list[cp.ndarray] = []
+        """What is written by uploads that are not finished: its memory stays, also if what it was for has failed."""
         self._depth = 0  # of nested ``uploading``
 
     @property
@@ -152,7 +154,7 @@ class Loader:
         dtype = np.dtype(np.uint16) if kind == BF16 else values.dtype
         data = self.arrays.empty(values.shape, dtype)
         if isinstance(values, StoredMatrix):
-            self._read_file(values, data.data.ptr)
+            self._read_file(values, data)
             self.finish_uploads()
         else:
             data.set(np.ascontiguousarray(values).view(dtype), self.arrays.stream)
@@ -244,7 +246,7 @@ class Loader:
         elif place.dtype == np.float16 and part.dtype != place.dtype and part.dtype in FLOATS:
             self._narrow(part, place)
         elif isinstance(part, StoredMatrix) and whole and part.dtype == place.dtype:
-            self._read_file(part, place.data.ptr)
+            self._read_file(part, place)
         else:
             values: np.ndarray = np.ascontiguousarray(np.asarray(part).astype(place.dtype, copy=False))
             if whole:
@@ -270,6 +272,7 @@ class Loader:
         except BaseException:
             if self._depth == 1 and self._uploader is not None:
                 self._uploader.cancel()
+                self._receiving.clear()
             raise
         finally:
             self._depth -= 1
@@ -281,19 +284,22 @@ class Loader:
                 self._uploader.finish()
             except UploadsStopped as error:
                 raise RankFailed(str(error)) from error
+            finally:
+                self._receiving.clear()
 
-    def _read_file(self, part: StoredMatrix, address: int) -> None:
-        """Start to copy a matrix from a file to ``address``, row behind row."""
+    def _read_file(self, part: StoredMatrix, to: cp.ndarray) -> None:
+        """Start to copy a matrix from a file to the first bytes of ``to``, row behind row."""
+        self._receiving.append(to)
         if self._uploader is None:
             self._uploader = self.file_staging.uploader(self.arrays.device, self.arrays.stream)
         whole, itemsize = part.whole, part.dtype.itemsize
         pitch = 0 if whole is None else whole.shape[1] * itemsize
         if whole is None or pitch > self._uploader.staging.buffer_bytes or not part.nbytes:
-            self._uploader.upload(part.read, part.nbytes, address)
+            self._uploader.upload(part.read, part.nbytes, to.data.ptr)
             return
         columns = Columns(part.first * itemsize, part.shape[1] * itemsize, pitch)
         try:
-            self._uploader.upload_columns(whole.read, part.shape[0], columns, address)
+            self._uploader.upload_columns(whole.read, part.shape[0], columns, to.data.ptr)
         except UploadsStopped as error:
             raise RankFailed(str(error)) from error
 
