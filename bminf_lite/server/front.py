@@ -22,13 +22,11 @@ from hashlib import blake2b
 from typing import Protocol, cast
 
 import msgspec
-import uvicorn
 import uvloop
 from starlette.types import Message, Receive, Scope, Send
 
 from .errors import ApiError
-from .http_process import BACKLOG, SilentServer, within_open_files
-from .http_protocol import bounded_protocol
+from .http_process import SilentServer, http_config, within_open_files
 from .limits import Limits
 from .protocol import FrameReader, frame
 from .replica_client import (
@@ -330,7 +328,7 @@ def _target(scope: Scope) -> bytes:
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """What a front process is told at its start; see :class:`Front`."""
+    """The arguments of :class:`Front` in a front process, which reads them from its standard input."""
 
     limits: Limits
     key_digests: tuple[bytes, ...]
@@ -392,18 +390,7 @@ async def serve_front(keeper: socket.socket, listener: socket.socket, settings: 
 
     link = KeeperLink(lambda ports: front.set_ports(ports), end)
     front = Front(link, settings.limits, settings.replicas, settings.processes, settings.key_digests)
-    config = uvicorn.Config(
-        front,
-        http=bounded_protocol(settings.limits),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=math.ceil(settings.limits.idle_seconds),
-    )
+    config = http_config(front, settings.limits)
     server = SilentServer(config)
     await asyncio.get_running_loop().create_connection(lambda: link, sock=keeper)
     gc.collect()

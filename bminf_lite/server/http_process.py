@@ -44,14 +44,11 @@ class SilentServer(uvicorn.Server):
         yield
 
 
-async def serve_http(
-    engine: socket.socket, listener: socket.socket, settings: ServerSettings, create_app: CreateApp = create_app
-) -> None:
-    """Serve the connections of ``listener`` until the engine's process wants an end, or has ended."""
-    client = await EngineClient.connect(engine)
-    config = uvicorn.Config(
-        create_app(client, settings),
-        http=bounded_protocol(settings.limits),
+def http_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+    """How a process speaks HTTP with clients, for the application ``app``."""
+    return uvicorn.Config(
+        app,
+        http=bounded_protocol(limits),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -59,8 +56,16 @@ async def serve_http(
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=math.ceil(settings.limits.idle_seconds),
+        timeout_keep_alive=math.ceil(limits.idle_seconds),
     )
+
+
+async def serve_http(
+    engine: socket.socket, listener: socket.socket, settings: ServerSettings, create_app: CreateApp = create_app
+) -> None:
+    """Serve the connections of ``listener`` until the engine's process wants an end, or has ended."""
+    client = await EngineClient.connect(engine)
+    config = http_config(create_app(client, settings), settings.limits)
     server = SilentServer(config)
 
     def shut_down(seconds: float) -> None:

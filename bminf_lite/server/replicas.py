@@ -332,7 +332,7 @@ def _itself(link: _FrontLink) -> _FrontLink:
 
 @dataclass(eq=False)
 class Fronts:
-    """The front processes of a server. They are ``count``, and what they are told is in :class:`.FrontSettings`."""
+    """The ``count`` front processes of a server, each of which gets :class:`.FrontSettings`."""
 
     replicas: Replicas
     limits: Limits

@@ -323,19 +323,12 @@ def test_a_completion_that_is_read_as_a_whole_is_sent_at_its_end_or_where_its_te
 def test_an_answer_that_is_not_streamed_comes_in_few_parts_and_its_first_token_at_once(is_streamed: bool) -> None:
     """Over HTTP, where the time of the first token counts."""
 
-    async def main() -> list[int]:
-        engine = FakeEngine(range(VOCAB_SIZE), seconds_per_step=0.002)
-        server = EngineServer(engine, fake_info(None, VOCAB_SIZE, context_length=512))
-        client = await EngineClient.connect(server.connect())
-        try:
-            params = SamplingParams(max_new_tokens=50)
-            wanted = GenerationRequest(EncodedPrompt([1]), params, is_streamed=is_streamed)
-            return [len(output.token_ids) async for output in await client.generate(wanted)]
-        finally:
-            client.close()
-            server.close()
-            engine.close()
+    counts: list[int] = []
 
-    counts = asyncio.run(main())
+    async def test(client: EngineClient, engine: FakeEngine) -> None:
+        wanted = GenerationRequest(EncodedPrompt([1]), SamplingParams(max_new_tokens=50), is_streamed=is_streamed)
+        counts.extend([len(output.token_ids) async for output in await client.generate(wanted)])
+
+    run(test, seconds_per_step=0.002)
     assert sum(counts) == 50
     assert len(counts) > 3 if is_streamed else counts in ([1, 32, 17], [33, 17], [1, 49], [50])
