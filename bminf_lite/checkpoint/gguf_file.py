@@ -18,10 +18,10 @@ import numpy as np
 
 from .. import models
 from ..errors import CheckpointError, checkpoint_error
-from ..gguf_files.architectures import (
-    config_json,
-    generation_config,
-    in_metadata,
+from ..gguf_files.config import config_json, generation_config, in_metadata
+from ..gguf_files.header import GgufHeader, GgufTensor, read_header
+from ..gguf_files.recurrent import hugging_face_shape
+from ..gguf_files.tensors import (
     is_transposed,
     joined_order,
     joined_tensors,
@@ -31,8 +31,6 @@ from ..gguf_files.architectures import (
     tensors_left_out,
     undo,
 )
-from ..gguf_files.header import GgufHeader, GgufTensor, read_header
-from ..gguf_files.recurrent import hugging_face_shape
 from ..gguf_files.tokenizer import tokenizer_files
 from ..models.spec import FusedExperts, Parameter, Spec
 from .tensor_file import DTYPES, FLOAT_DTYPES, TensorFile, TensorInfo

@@ -25,7 +25,7 @@ from bminf_lite.checkpoint.inspect import inspect
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.checkpoint.reader import open_checkpoint
 from bminf_lite.errors import CheckpointError
-from bminf_lite.gguf_files.architectures import config_json
+from bminf_lite.gguf_files.config import config_json
 from bminf_lite.gguf_files.header import read_header
 
 gguf = pytest.importorskip("gguf", reason="GGUF needs the package gguf")

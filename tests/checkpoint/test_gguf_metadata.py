@@ -16,7 +16,9 @@ import bminf_lite
 from bminf_lite import models
 from bminf_lite.checkpoint.opened_model import open_model
 from bminf_lite.errors import CheckpointError
-from bminf_lite.gguf_files.architectures import COMMON, TABLE, config_json, generation_config
+from bminf_lite.gguf_files.architectures import TABLE
+from bminf_lite.gguf_files.config import config_json, generation_config
+from bminf_lite.gguf_files.converted import COMMON
 from bminf_lite.gguf_files.header import GgufHeader, GgufTensor
 
 gguf = pytest.importorskip("gguf", reason="GGUF needs the package gguf")

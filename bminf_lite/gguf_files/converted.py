@@ -1,0 +1,96 @@
+"""What the table says of an architecture, the names that many share, and what many add to a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CheckpointError
+from .header import GgufHeader
+
+COMMON = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+}
+RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+EPSILON = {"attention.layer_norm_epsilon": "layer_norm_eps"}
+HEAD_SIZE = {"attention.key_length": "head_dim"}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """An architecture: Hugging Face's ``model_type``, and ``keys`` from metadata to ``config.json``.
+
+    ``fixed`` are values that the converter drops because all models have them. ``permuted``: the rows of query and key
+    of each head alternate between its halves, as in Meta's LLaMA. ``grouped_qkv``: query, key and value of a fused
+    matrix are one after another instead of head by head. ``norm_offset``: 1 is added to the weights of norms.
+    ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``. ``required`` are further keys
+    that a file must have. ``renamed`` are parts of Hugging Face's names that a file has under another name than the
+    package ``gguf`` says, and ``joined`` those of matrices whose rows a file has as several tensors. ``tensors`` has
+    whole names of tensors in a layer, and ``unread`` says which tensors no model of Hugging Face has. ``further`` adds
+    to the configuration.
+    """
+
+    model_type: str
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    permuted: bool = False
+    grouped_qkv: bool = False
+    norm_offset: bool = False
+    transposed: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tiled: bool = False
+    drafts: bool = False
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    unread: Callable[[GgufHeader], set[str]] | None = None
+    further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
+
+
+def largest(value: Any) -> int:
+    """The size of layers that have it; others may have 0."""
+    return int(max(value) if isinstance(value, list) else value)
+
+
+def llama(header: GgufHeader, config: dict[str, Any]) -> None:
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    rotated = header.of_model("rope.dimension_count", config.get("head_dim", head_dim))
+    if "partial_rotary_factor" not in config and rotated != config.setdefault("head_dim", rotated):
+        problem = f"rotates {rotated} of {config['head_dim']} elements of each head (rope.dimension_count)"
+        raise CheckpointError(f"{header.path}: {problem}, which llama.cpp does not run either")
+    biases(header, config)
+
+
+def granite(header: GgufHeader, config: dict[str, Any]) -> None:
+    """In llama.cpp a flag turns the rotation of Granite off."""
+    if not header.of_model("rope.scaling.finetuned", True):
+        problem = "has no rotation (rope.scaling.finetuned), which this version does not run"
+        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+    llama(header, config)
+
+
+def biases(header: GgufHeader, config: dict[str, Any]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
+
+
+def partial(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The rotated part of each head."""
+    rotated = header.of_model("rope.dimension_count")
+    if rotated is not None:
+        config["partial_rotary_factor"] = rotated / (config["hidden_size"] // config["num_attention_heads"])
