@@ -296,8 +296,13 @@ class EngineClient:
         """The client on a connected stream socket. Raises ``EngineFailure`` if it closes before the first message."""
         client = cls(asyncio.get_running_loop())
         sock.setblocking(False)
-        await client.loop.create_connection(lambda: _Reader(client), sock=sock)
-        await client._has_info
+        try:
+            await client.loop.create_connection(lambda: _Reader(client), sock=sock)
+            await client._has_info
+        except BaseException:
+            client.close()
+            sock.close()
+            raise
         return client
 
     def close(self) -> None:

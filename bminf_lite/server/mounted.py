@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,6 +49,13 @@ def application(
     )
 
 
+class _LoopApp(NamedTuple):
+    """The application of one event loop, and the generator that gives it, which is kept until the loop ends."""
+
+    generator: AsyncGenerator[ASGIApp, None]
+    making: asyncio.Task[ASGIApp]
+
+
 class _Mounted:
     """An application for each event loop, made by its first request: a mounted application gets no start event."""
 
@@ -57,8 +65,7 @@ class _Mounted:
         adapters, pooling = model.adapter_store, pooling_service(model)
         self._server = EngineServer(model.engine, model_info(model), adapters=adapters, pooling=pooling)
         self._server.set_ready()
-        self._apps: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[ASGIApp]]
-        self._apps = weakref.WeakKeyDictionary()
+        self._apps: dict[asyncio.AbstractEventLoop, _LoopApp] = {}
         weakref.finalize(self, self._server.close)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,12 +74,27 @@ class _Mounted:
             return
         loop = asyncio.get_running_loop()
         if loop not in self._apps:
-            self._apps[loop] = loop.create_task(self._make())
-        app = await asyncio.shield(self._apps[loop])
+            self._apps = {other: app for other, app in self._apps.items() if not other.is_closed()}
+            generator = _make(self._server, self._settings)
+            self._apps[loop] = _LoopApp(generator, loop.create_task(_first(generator)))
+        app = await asyncio.shield(self._apps[loop].making)
         await app(scope, receive, send)
 
-    async def _make(self) -> ASGIApp:
-        return create_app(await EngineClient.connect(self._server.connect()), self._settings)
+
+async def _make(server: EngineServer, settings: ServerSettings) -> AsyncGenerator[ASGIApp, None]:
+    """Give the application of this event loop.
+
+    Its connection is closed when the loop ends: ``asyncio.run`` and ASGI servers close all asynchronous generators.
+    """
+    client = await EngineClient.connect(server.connect())
+    try:
+        yield create_app(client, settings)
+    finally:
+        client.close()
+
+
+async def _first(generator: AsyncGenerator[ASGIApp, None]) -> ASGIApp:
+    return await anext(generator)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

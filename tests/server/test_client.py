@@ -147,6 +147,21 @@ def test_requests_that_come_together_reach_the_engine_before_any_is_answered():
     asyncio.run(main())
 
 
+def test_a_connection_that_is_given_up_is_closed():
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.settimeout(60)
+            connecting = asyncio.create_task(EngineClient.connect(theirs))  # which waits for the facts of the model
+            await asyncio.sleep(0.01)
+            connecting.cancel()
+            await asyncio.wait([connecting])
+            assert connecting.cancelled()
+            assert await asyncio.to_thread(ours.recv, 1) == b""
+
+    asyncio.run(main())
+
+
 def test_tokens_behind_a_slow_reader_are_joined():
     async def test(client: EngineClient, engine: FakeEngine) -> None:
         generation = await client.generate(wanted(400, logprobs=1))
