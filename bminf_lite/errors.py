@@ -7,12 +7,15 @@ for :class:`UsageError`), with a traceback under ``--debug``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
 MAX_LISTED = 40
+MAX_NAMES = 12
+"""Names that a message lists whole; of more it says the nearest."""
 MAX_LINE = 5_000
 """Characters of a line of a message: more than a path may have. A value of a file may have millions."""
 
@@ -30,6 +33,25 @@ def listed(title: object, problems: Sequence[str]) -> str:
         half = MAX_LISTED // 2
         lines[half:-half] = [f"  ... {len(lines) - 2 * half:,} more ..."]
     return "\n".join([f"{title}: {len(problems):,} problems", *lines])
+
+
+def choices(name: object, known: Iterable[str], remedy: str = "") -> str:
+    """What a message says of the ``known`` names, of which ``name`` is none.
+
+    All of them, at most :data:`MAX_NAMES`; of more the nearest three, and ``remedy``, which says where to find the
+    others. Without a remedy all of them follow the nearest.
+    """
+    known = list(known)
+    if len(known) <= MAX_NAMES:
+        return f"there are {', '.join(known)}"
+    given = str(name)[:MAX_LINE].lower()
+    by_lower = {other.lower(): other for other in known}
+    begin = [other for lower, other in by_lower.items() if given and lower.startswith(given)]
+    close = [by_lower[lower] for lower in get_close_matches(given, by_lower, n=3, cutoff=0.5)]
+    nearest = list(dict.fromkeys([*close, *begin]))[:3]
+    others = remedy or f"there are {', '.join(known)}"
+    verb = "is" if len(nearest) == 1 else "are"
+    return f"the nearest {verb} {', '.join(nearest)}; {others}" if nearest else others
 
 
 def shortened(text: str) -> str:

@@ -24,7 +24,7 @@ from ..checkpoint.recipe import Recipe, Scheme, load_recipe
 from ..engine.config import EngineConfig
 from ..engine.network import Network
 from ..engine.speculative import SpeculativeConfig
-from ..errors import UsageError
+from ..errors import UsageError, choices
 from ..layers.loading import Weights
 from ..memory.planner import MemoryPlan
 from ..models.spec import Role, Spec
@@ -54,7 +54,8 @@ def read_shape(name: str) -> dict[str, Any]:
             return read_json(path)
     if Path(name).is_file():
         return read_json(Path(name))
-    raise UsageError(f"--shape {name!r} is neither a file nor one of: {', '.join(shape_names())}")
+    found = choices(name, shape_names(), '"bminf-lite bench" alone lists all')
+    raise UsageError(f"--shape {name!r} is neither a file nor a packaged shape; {found}")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, choices
 from .converted import Converted
 from .dense import DENSE
 from .header import GgufHeader
@@ -15,6 +15,6 @@ TABLE: dict[str, Converted] = DENSE | MIXTURES | HYBRIDS
 def converted(header: GgufHeader) -> Converted:
     """The entry of the table. Raises :class:`CheckpointError` if there is none."""
     if header.architecture not in TABLE:
-        known = ", ".join(sorted(TABLE))
-        raise CheckpointError(f"{header.path}: GGUF architecture {header.architecture!r} is not one of {known}")
+        known = choices(header.architecture, sorted(TABLE))
+        raise CheckpointError(f"{header.path}: GGUF architecture {header.architecture!r} is not supported; {known}")
     return TABLE[header.architecture]

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..errors import CheckpointError, checkpoint_error, library_errors
+from ..errors import CheckpointError, checkpoint_error, choices, library_errors
 from .header import GgufHeader
 from .special_tokens import NAMES, is_control, named_ids, vocabulary
 
@@ -175,7 +175,7 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[tokenizers.T
     name = header.metadata.get("tokenizer.ggml.pre", "gpt-2")
     name = "gpt-2" if name == "default" else name
     if name not in WORDS:
-        problem = f"tokenizer.ggml.pre is {name!r}, not one of {', '.join(WORDS)}"
+        problem = f"tokenizer.ggml.pre {name!r} is not supported; {choices(name, WORDS)}"
         raise CheckpointError(f"{header.path}: {problem}; give prompts as token ids, or add a tokenizer.json")
     words = WORDS[name]
     ids = _ids(tokens)

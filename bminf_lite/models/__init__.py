@@ -20,10 +20,9 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, choices
 from . import _multimodal
 from ._architecture import Architecture, embedder
 from ._config import ModelConfig
@@ -76,9 +75,8 @@ def find(config: Mapping[str, Any]) -> Architecture:
     model_type, known = config.get("model_type"), names()
     module = model_type.replace("-", "_") if isinstance(model_type, str) else model_type
     if module not in known:
-        nearest = get_close_matches(str(model_type), known, n=3, cutoff=0.5)
-        hint = f"the nearest are {', '.join(nearest)}; " if nearest else ""
         supported = f"this version runs: {', '.join(known)}. {GUIDE} in the repository says how to add one"
-        raise CheckpointError(f"config.json: model_type {model_type!r} is not supported; {hint}{supported}")
+        found = choices(model_type, known, supported)
+        raise CheckpointError(f"config.json: model_type {model_type!r} is not supported; {found}")
     architecture: Architecture = importlib.import_module(f"{__name__}.{module}").architecture
     return architecture

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from ..engine.sampling_params import SamplingParams
-from ..errors import BminfError, CheckpointError, UsageError
+from ..errors import BminfError, CheckpointError, UsageError, choices
 from ..grammar import Grammar, Structure, only_structure
 from ..request_builder import GenerationRequest
 from ..text.chat_template import Message, content_text, template_messages
@@ -43,7 +43,7 @@ def check_model(server: ServerState, name: str | None) -> str | None:
     """
     names = (*server.settings.served_model_names, *server.client.adapters)
     if name is not None and name not in names:
-        message = f"the model {name[:100]!r} is not served here, but {', '.join(names)}"
+        message = f"the model {name[:100]!r} is not served here; {choices(name, names, 'GET /v1/models lists all')}"
         raise ApiError(404, message, "model", "model_not_found")
     return server.adapter_of(name)
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..errors import choices
 from ..version import __version__
 from .errors import ApiError
 from .state import ServerState
@@ -82,7 +83,9 @@ def routes(server: ServerState) -> list[Route]:
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in server.settings.served_model_names and not server.has_adapter(name):
-            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
+            names = (*server.settings.served_model_names, *server.client.adapters)
+            message = f"the model {name[:100]!r} is not served here; {choices(name, names, 'GET /v1/models lists all')}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return json_response(model(name))
 
     return [

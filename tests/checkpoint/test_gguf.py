@@ -336,7 +336,7 @@ def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) ->
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"'mamba' is not one of .*llama"):
+    with pytest.raises(CheckpointError, match=r"'mamba' is not supported; .*llama"):
         open_model(tmp_path / "model.gguf")
 
 

@@ -120,6 +120,22 @@ def test_numbers_that_are_too_small_are_all_named() -> None:
     assert "-p is -3, but must be 0 or more; -b is 0, but must be 1 or more" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("llama-3-9b", "; the nearest are llama-3-8b, "),
+        ("kimi", "; the nearest are kimi-k2, kimi-linear-48b-a3b; "),
+        ("zz", "; "),
+    ],
+)
+def test_a_shape_that_there_is_not(name: str, hint: str) -> None:
+    """The nearest names and how to list all, not a hundred names."""
+    message = bench("--shape", name).stderr
+    assert f"'{name}' is neither a file nor a packaged shape{hint}" in message and len(message) < 200
+    assert message.endswith('"bminf-lite bench" alone lists all\n')
+    assert "mixtral-8x7b" in bench().stderr
+
+
 def test_a_shape_that_the_host_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bminf_lite.placement.available_memory", lambda: 10 << 20)
     result = bench("--shape", "llama-tiny")

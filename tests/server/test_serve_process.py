@@ -166,10 +166,7 @@ def test_the_application_within_another_process():
         expected = model.generate("Once upon a time", max_new_tokens=8, temperature=0).text
         for _ in range(2):  # an event loop each
             assert asyncio.run(ask(app)) == [expected] * 3
-        files = psutil.Process().num_fds()
-        assert asyncio.run(ask(app)) == [expected] * 3
-        until(lambda: psutil.Process().num_fds() == files)  # a loop that ends leaves no connection
-        assert not app._server._connections
+            until(lambda: not app._server._connections)  # the loop has closed its own
         assert model.stats().running == model.stats().blocks_used == 0
 
 

@@ -78,7 +78,7 @@ def test_a_request_chooses_by_model(served: Served, folders: dict[str, Path], ex
     assert listed[2]["root"] == str(folders["french"])
     assert served.http.get("/v1/models/french").json() == listed[2]
     unknown = served.post("/v1/completions", {**PROMPT, "model": "sql"})
-    assert unknown.status_code == 404 and "'sql' is not served here, but base, alias, french" in message(unknown)
+    assert unknown.status_code == 404 and "'sql' is not served here; there are base, alias, french" in message(unknown)
     chat = served.json(
         "/v1/chat/completions", {"model": "french", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
     )

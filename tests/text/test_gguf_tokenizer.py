@@ -166,7 +166,7 @@ def test_every_expression_keeps_the_text(name: str) -> None:
     [
         ({}, "holds no vocabulary"),
         (of("ggml", model="bert", tokens=["a"]), "'bert', not one of llama, gpt2"),
-        (of("ggml", model="gpt2", pre="klingon", tokens=["a"]), "'klingon', not one of gpt-2"),
+        (of("ggml", model="gpt2", pre="klingon", tokens=["a"]), "'klingon' is not supported; there are gpt-2"),
         (of("ggml", model="llama", tokens=["a"], scores=[]), "does not have a number for each token"),
     ],
 )

@@ -147,7 +147,7 @@ def test_the_form_can_be_chosen():
     assert generic_instructions(TOOLS) in text and "<tools>" not in text
     prompts = encoder(tool_templates.NO_TOOLS, tool_format_name="hermes")
     assert prompts.tool_format is HERMES and "weather" not in prompts.render(CONVERSATION[5:], tools=TOOLS)
-    with pytest.raises(UsageError, match=r"'xml'.* one of hermes, qwen3_coder"):
+    with pytest.raises(UsageError, match=r"'xml'.* there are hermes, qwen3_coder"):
         encoder(tool_templates.QWEN, tool_format_name="xml").render(CONVERSATION[5:], tools=TOOLS)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...errors import UsageError
+from ...errors import UsageError, choices
 from ..reasoning import HARMONY as HARMONY_REASONING
 from ..reasoning import HARMONY_CALL, MESSAGE
 
@@ -216,7 +216,7 @@ def find_tool_format(template: str | None, has_token: Callable[[str], bool]) -> 
 def tool_format(name: str) -> ToolFormat:
     """The form of that name. Raises ``UsageError`` if there is none."""
     if name not in TOOL_FORMATS:
-        raise UsageError(f"the form of tool calls is {name!r}, but must be one of {', '.join(TOOL_FORMATS)}")
+        raise UsageError(f"there is no form of tool calls {name!r}; {choices(name, TOOL_FORMATS)}")
     return TOOL_FORMATS[name]
 
 
