@@ -1,4 +1,4 @@
-"""What a GPU's kernels make of every fp16 number by SiLU and the exact GELU, rounded to fp16."""
+"""What a GPU's kernels make of every fp16 number by the activation functions, rounded to fp16."""
 
 from __future__ import annotations
 
@@ -16,16 +16,31 @@ FEW = 0.001
 """The share of numbers, at most, that are rounded to the neighbour of the definition's result."""
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu"])
-def test_every_number_is_within_one_place(cuda_backend: Any, name: str) -> None:
+def of_every_number(ops: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """What the GPU and the definition make of each."""
     from bminf_lite.backend.cuda.deferred import DeferredActivation  # needs CuPy
 
-    rows = cuda_backend.array(EVERY.reshape(512, 128))
-    with cuda_backend.step(None):
-        got = cuda_backend.host(cuda_backend.materializer.to_half(DeferredActivation(rows, name, gated=False))).ravel()
+    rows = ops.array(EVERY.reshape(512, 128))
+    with ops.step(None):
+        got = ops.host(ops.materializer.to_half(DeferredActivation(rows, name, gated=False))).ravel()
     with np.errstate(over="ignore", invalid="ignore"):
-        expected = ACTIVATIONS[name](EVERY.astype(np.float32)).astype(np.float16)
+        return got, ACTIVATIONS[name](EVERY.astype(np.float32)).astype(np.float16)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_nan_stays_one_and_nothing_else_becomes_one(cuda_backend: Any, name: str) -> None:
+    got, expected = of_every_number(cuda_backend, name)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+
+
+@pytest.mark.parametrize("name", ["relu", "relu_squared"])
+def test_every_number_is_that_of_the_definition(cuda_backend: Any, name: str) -> None:
+    np.testing.assert_array_equal(*of_every_number(cuda_backend, name))
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_every_number_is_within_one_place(cuda_backend: Any, name: str) -> None:
+    got, expected = of_every_number(cuda_backend, name)
     numbers = ~np.isnan(expected)
     places = [
         np.where(x < 0, -1, 1) * (x.view(np.int16) & 0x7FFF).astype(int) for x in (got[numbers], expected[numbers])

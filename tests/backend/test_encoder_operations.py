@@ -110,6 +110,17 @@ def test_pooling(backend, pooling, seed, counts, features, skips):
         np.testing.assert_allclose(found[b], expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("bad", [0, 1, 17, 31, 32, 39])
+@pytest.mark.parametrize("pooling", Pooling)
+def test_a_nan_among_pooled_tokens_makes_its_column_nan(backend, pooling, bad):
+    """Of its sequence alone, and also where only the largest values are kept."""
+    x = np.random.default_rng(bad).standard_normal((80, 3)).astype(np.float32)
+    x[bad, 1] = np.nan
+    found = np.isnan(backend.host(backend.pool(backend.array(x), make_batch(backend, [40, 40], [0, 0]), pooling)))
+    is_read = {Pooling.FIRST: bad == 0, Pooling.LAST: bad == 39}.get(pooling, True)
+    np.testing.assert_array_equal(found, [[False, is_read, False], [False] * 3])
+
+
 def float64_pooling(rows: np.ndarray, pooling: Pooling, first: int) -> np.ndarray:
     """What the words of :class:`Pooling` say, of rows at positions from ``first`` on."""
     if not len(rows):

@@ -223,6 +223,17 @@ __device__ __forceinline__ unsigned packed_max(unsigned top, const uint4& x) {
     return top;
 }
 
+// max(a, b), or NaN if either is NaN: fmaxf drops a NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#else
+    return a != a || b != b ? NAN_F : fmaxf(a, b);
+#endif
+}
+
 // max(a, |b|), or NaN if either is NaN. `a` is not negative.
 __device__ __forceinline__ float absmax(float a, float b) {
 #if __CUDA_ARCH__ >= 800
@@ -690,7 +701,7 @@ __device__ __forceinline__ float activate(float x) {
         return __fdividef(x, __fadd_rn(1.0f, __expf(__fmul_rn(-2.0f, y))));
     }
     if constexpr (F == GELU) return exact_gelu(x);
-    const float positive = fmaxf(x, 0.0f);
+    const float positive = max_or_nan(x, 0.0f);
     return F == RELU_SQUARED ? __fmul_rn(positive, positive) : positive;
 }
 

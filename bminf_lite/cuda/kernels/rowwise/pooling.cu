@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(LANES* COLUMNS) pool(
             for (int i = lane; i < count; i += LANES) {
                 const float value = rows[i * pitch];
                 if (KIND == POOL_MAX)
-                    result = fmaxf(result, value);
+                    result = max_or_nan(result, value);
                 else if (KIND == POOL_WEIGHTED_MEAN)
                     result = __fadd_rn(result, __fmul_rn(value, static_cast<float>(first + 1 + i)));
                 else
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(LANES* COLUMNS) pool(
             __syncthreads();
             if (lane % (2 * step) == 0) {
                 const float other = parts[lane + step][place];
-                result = KIND == POOL_MAX ? fmaxf(result, other) : __fadd_rn(result, other);
+                result = KIND == POOL_MAX ? max_or_nan(result, other) : __fadd_rn(result, other);
                 parts[lane][place] = result;
             }
         }
