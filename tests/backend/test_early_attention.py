@@ -101,8 +101,8 @@ def test_drafts_are_stored_by_attention_itself(chain):
         chain.begins()
         chain.dependent.clear()
         drafts = replace(batch, has_drafts=True, draft_offsets=draft_offsets)
-        found.append(chain.backend.attention(rows, SPEC, cache, drafts).get())
+        found.append(chain.backend.host(chain.backend.attention(rows, SPEC, cache, drafts)))
         assert chain.dependent == launches
-        caches.append([pool.get() for pool in (cache.keys, cache.values)])
+        caches.append([chain.backend.host(pool) for pool in (cache.keys, cache.values)])
     np.testing.assert_array_equal(*found)
     np.testing.assert_array_equal(*caches)
