@@ -20,8 +20,8 @@ from .. import models
 from ..errors import CheckpointError, checkpoint_error
 from ..gguf_files.config import config_json, generation_config, in_metadata
 from ..gguf_files.header import GgufHeader, GgufTensor, read_header
-from ..gguf_files.recurrent import hugging_face_shape
 from ..gguf_files.tensors import (
+    hugging_face_shape,
     is_transposed,
     joined_order,
     joined_tensors,
@@ -122,9 +122,10 @@ class GgufFile(TensorFile):
 
     @functools.lru_cache(maxsize=1)  # noqa: B019, the file and its cache end together
     def _transposed(self, name: str) -> np.ndarray:
-        """A whole matrix ``[in, out]``; blocks of one matrix are read one after another."""
-        tensor = self._stored[name].tensor
-        return np.ascontiguousarray(self._consecutive_rows(tensor, 0, tensor.shape[0]).T)
+        """A whole matrix ``[in, out]``, or one of each head; blocks of one matrix are read one after another."""
+        stored = self._stored[name]
+        values = self._consecutive_rows(stored.tensor, 0, math.prod(stored.tensor.shape[:-1]))
+        return np.ascontiguousarray(values.reshape(stored.tensor.shape).swapaxes(-1, -2)).reshape(stored.shape)
 
 
 def _columns(tensor: GgufTensor) -> int:
@@ -194,8 +195,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         except (ArithmeticError, TypeError, ValueError) as error:
             problem = f"tensor {file_name!r} {list(tensor.shape)} does not fit the numbers of heads in the metadata"
             raise CheckpointError(f"{path}: {problem}; the file is damaged: download it again") from error
-        transposed = is_transposed(header, file_name)
-        shape = tensor.shape[::-1] if transposed else hugging_face_shape(file_name, tensor.shape)
+        transposed, shape = is_transposed(header, file_name), hugging_face_shape(header, file_name)
         stored = StoredTensor(tensor, shape, order, transposed, undo(header, file_name))
         by_file[tensor.path][name] = stored
     files: list[TensorFile] = []

@@ -7,9 +7,10 @@ from .converted import Converted
 from .dense import DENSE
 from .header import GgufHeader
 from .hybrids import HYBRIDS
+from .latent import LATENT
 from .mixtures import MIXTURES
 
-TABLE: dict[str, Converted] = DENSE | MIXTURES | HYBRIDS
+TABLE: dict[str, Converted] = DENSE | MIXTURES | LATENT | HYBRIDS
 
 
 def converted(header: GgufHeader) -> Converted:

@@ -48,7 +48,13 @@ SIZES = {
     "expert_shared_feed_forward_length": 0,
     "expert_group_count": 0,
     "expert_group_used_count": 0,
+    "expert_shared_count": 0,
+    "interleave_moe_layer_step": 1,
     "moe_latent_size": 0,
+    "attention.q_lora_rank": 0,
+    "attention.kv_lora_rank": 1,
+    "attention.key_length_mla": 0,
+    "attention.value_length_mla": 0,
     "leading_dense_block_count": 0,
 }
 """Whole numbers, and the least. Some files write 0 for what they have not."""

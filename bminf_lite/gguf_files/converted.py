@@ -38,11 +38,11 @@ class Converted:
     ``fixed`` are values that the converter drops because all models have them. ``permuted``: the rows of query and key
     of each head alternate between its halves, as in Meta's LLaMA. ``grouped_qkv``: query, key and value of a fused
     matrix are one after another instead of head by head. ``norm_offset``: 1 is added to the weights of norms.
-    ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``. ``required`` are further keys
-    that a file must have. ``renamed`` are parts of Hugging Face's names that a file has under another name than the
-    package ``gguf`` says, and ``joined`` those of matrices whose rows a file has as several tensors. ``tensors`` has
-    whole names of tensors in a layer, and ``unread`` says which tensors no model of Hugging Face has. ``further`` adds
-    to the configuration.
+    ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``, and ``rows`` ends of names of
+    vectors that it stores ``[1, size]``. ``required`` are further keys that a file must have. ``renamed`` are parts of
+    Hugging Face's names that a file has under another name than the package ``gguf`` says, and ``joined`` those of
+    matrices whose rows a file has as several tensors. ``tensors`` has whole names of tensors in a layer, and ``unread``
+    says which tensors no model of Hugging Face has. ``further`` adds to the configuration.
     """
 
     model_type: str
@@ -57,6 +57,7 @@ class Converted:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tiled: bool = False
     drafts: bool = False
+    rows: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
     unread: Callable[[GgufHeader], set[str]] | None = None
     further: Callable[[GgufHeader, dict[str, Any]], None] | None = None
@@ -94,3 +95,21 @@ def partial(header: GgufHeader, config: dict[str, Any]) -> None:
     rotated = header.of_model("rope.dimension_count")
     if rotated is not None:
         config["partial_rotary_factor"] = rotated / (config["hidden_size"] // config["num_attention_heads"])
+
+
+def partial_of_head(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The rotated part of each head, which may have another size than the embedding has for each."""
+    head_dim = header.of_model("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    config["partial_rotary_factor"] = header.of_model("rope.dimension_count", head_dim) / head_dim
+
+
+def windows(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The window, and the layers that have one."""
+    config["sliding_window"] = header.of_model("attention.sliding_window")
+    pattern = header.of_model("attention.sliding_window_pattern")
+    if config["sliding_window"] is None:
+        pattern = [False] * config["num_hidden_layers"]
+    if not isinstance(pattern, list):
+        problem = "has windows, and does not say in which layers"
+        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+    config["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]

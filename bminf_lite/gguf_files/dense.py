@@ -19,6 +19,8 @@ from .converted import (
     granite,
     llama,
     partial,
+    partial_of_head,
+    windows,
 )
 from .header import GgufHeader
 from .rope import LONG_FACTORS, number, shortest, small_tensor
@@ -33,6 +35,15 @@ GPT_NAMES = {
 }
 OLMO_EPS = 1e-5
 """The epsilon of OLMo's norms, which no ``config.json`` states."""
+
+
+def _llama_or_mixtral(header: GgufHeader, config: dict[str, Any]) -> None:
+    """Mixtral has the same name, and experts."""
+    llama(header, config)
+    if config.get("num_local_experts"):
+        config["model_type"] = "mixtral"
+    else:
+        config.pop("num_experts_per_tok", None)
 
 
 def phi3(header: GgufHeader, config: dict[str, Any]) -> None:
@@ -118,19 +129,7 @@ def _olmo2(header: GgufHeader, config: dict[str, Any]) -> None:
     """OLMo 3 has the same name, and windows."""
     if header.of_model("attention.sliding_window"):
         config["model_type"] = "olmo3"
-        _windows(header, config)
-
-
-def _windows(header: GgufHeader, config: dict[str, Any]) -> None:
-    """The window, and the layers that have one."""
-    config["sliding_window"] = header.of_model("attention.sliding_window")
-    pattern = header.of_model("attention.sliding_window_pattern")
-    if config["sliding_window"] is None:
-        pattern = [False] * config["num_hidden_layers"]
-    if not isinstance(pattern, list):
-        problem = "has windows, and does not say in which layers"
-        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
-    config["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
+        windows(header, config)
 
 
 def _seed_oss(header: GgufHeader, config: dict[str, Any]) -> None:
@@ -144,8 +143,7 @@ def _glm4(header: GgufHeader, config: dict[str, Any]) -> None:
         if header.of_model(key):
             raise CheckpointError(f"{header.path}: has {what} ({key}), which this version does not run")
     biases(header, config)
-    head_dim = header.of_model("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
-    config["partial_rotary_factor"] = header.of_model("rope.dimension_count", head_dim) / head_dim
+    partial_of_head(header, config)
 
 
 def _ministral3(header: GgufHeader, config: dict[str, Any]) -> None:
@@ -172,7 +170,13 @@ def _ministral3(header: GgufHeader, config: dict[str, Any]) -> None:
 
 
 DENSE: dict[str, Converted] = {
-    "llama": Converted("llama", COMMON | RMS | HEAD_SIZE, {}, permuted=True, further=llama),
+    "llama": Converted(
+        "llama",
+        COMMON | RMS | HEAD_SIZE | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        {},
+        permuted=True,
+        further=_llama_or_mixtral,
+    ),
     "qwen2": Converted("qwen2", COMMON | RMS, {"use_sliding_window": False}),
     "qwen3": Converted("qwen3", COMMON | RMS | HEAD_SIZE, {"use_sliding_window": False}),
     "phi3": Converted("phi3", COMMON | RMS | WINDOW, {}, further=phi3),
@@ -251,7 +255,7 @@ DENSE: dict[str, Converted] = {
     ),
     "seed_oss": Converted("seed_oss", COMMON | RMS | HEAD_SIZE, {}, further=_seed_oss),
     "glm4": Converted("glm4", COMMON | RMS | HEAD_SIZE, {}, further=_glm4),
-    "exaone4": Converted("exaone4", COMMON | RMS | HEAD_SIZE, {}, further=_windows),
+    "exaone4": Converted("exaone4", COMMON | RMS | HEAD_SIZE, {}, further=windows),
     "mistral3": Converted("ministral3", COMMON | RMS | HEAD_SIZE, {}, permuted=True, further=_ministral3),
     "starcoder": Converted("gpt_bigcode", GPT_NAMES, {"multi_query": True}),
     "gptneox": Converted(

@@ -101,10 +101,7 @@ def qwen35(header: GgufHeader, config: dict[str, Any]) -> None:
 
     The sections of the rotation only matter for images.
     """
-    layers = layers_that_run(header)
-    if layers < 1:
-        problem = f"nextn_predict_layers is {header.of_model('nextn_predict_layers')!r} of block_count layers"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; export the model again")
+    layers = checked_layers(header)
     config["num_hidden_layers"] = layers
     recurrent = header.of_model("attention.recurrent_layers")
     interval = header.of_model("full_attention_interval", 4)
@@ -128,6 +125,15 @@ def layers_that_run(header: GgufHeader) -> int:
     """The layers without those behind that draft tokens."""
     further = header.of_model("nextn_predict_layers", 0)
     return int(header.of_model("block_count")) - (further if is_whole(further) and further >= 0 else 1 << 32)
+
+
+def checked_layers(header: GgufHeader) -> int:
+    """The layers that run. Raises :class:`CheckpointError` if there is none."""
+    layers = layers_that_run(header)
+    if layers < 1:
+        problem = f"nextn_predict_layers is {header.of_model('nextn_predict_layers')!r} of block_count layers"
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; export the model again")
+    return layers
 
 
 def order_of_values(header: GgufHeader, name: str) -> np.ndarray | None:

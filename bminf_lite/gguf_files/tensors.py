@@ -6,12 +6,13 @@ The package ``gguf`` knows the names. The orders of rows of each architecture ar
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from . import gemma4, recurrent
+from . import gemma4, latent, recurrent
 from .architectures import converted
 from .converted import largest
 from .dense import phi3
@@ -80,31 +81,33 @@ def _of_shared(header: GgufHeader, name: str) -> str:
 def stacked_experts(header: GgufHeader, spec_fused: Mapping[str, FusedNames]) -> dict[str, FusedNames]:
     """The tensors that hold one matrix of each expert, or gate and up of each, by their names in a file.
 
-    ``spec_fused`` has for each tensor that may hold experts the names of each expert's matrices: of each layer first
-    gate, if there is one, and up, then down.
+    Biases of experts have names of their own. ``spec_fused`` has for each tensor that may hold experts the names of
+    each expert's matrices or biases: of each layer first gate, if there is one, and up, then down.
     """
     found: dict[str, FusedNames] = {}
     if not header.of_model("expert_count"):
         return found
+    of_layers: dict[tuple[str, str], list[FusedNames]] = {}
     for name, experts in spec_fused.items():
-        match = re.fullmatch(r".*\blayers\.(\d+)\..+", name)
-        if match is None:
-            continue
-        start = f"blk.{match[1]}.ffn"
-        is_inner = f"{start}_up_exps.weight" not in found
-        kinds = (("gate", "up")[-len(experts[0]) :]) if is_inner else ("down",)
-        if len(kinds) == 2:
-            found[f"{start}_gate_up_exps.weight"] = experts
-        found |= {f"{start}_{kind}_exps.weight": tuple((e[i],) for e in experts) for i, kind in enumerate(kinds)}
+        if match := re.fullmatch(r".*\blayers\.(\d+)\..+", name):
+            kinds = of_layers.setdefault((match[1], experts[0][0].rpartition(".")[2]), [])
+            kinds += [] if experts in kinds else [experts]  # a checkpoint may have the same under several names
+    for (layer, part), (inner, *down) in of_layers.items():
+        start = f"blk.{layer}.ffn"
+        if len(inner[0]) == 2:
+            found[f"{start}_gate_up_exps.{part}"] = inner
+        for kind, index in zip(("gate", "up")[-len(inner[0]) :], range(2), strict=False):
+            found[f"{start}_{kind}_exps.{part}"] = tuple((e[index],) for e in inner)
+        found |= {f"{start}_down_exps.{part}": experts for experts in down}
     return found
 
 
-def joined_order(header: GgufHeader, name: str, parts: Iterable[str]) -> np.ndarray | None:
+def joined_order(header: GgufHeader, name: str, parts: Sequence[str]) -> np.ndarray | None:
     """The rows of a tensor of :func:`joined_tensors` in Hugging Face's order; None for the order of the file."""
-    if ".in_proj_qkvz." not in name:
-        return None
-    rows = sum(header.tensors[part].shape[0] for part in parts if part in header.tensors)
-    return recurrent.order_by_key_heads(header, rows)
+    if ".in_proj_qkvz." in name:
+        rows = sum(header.tensors[part].shape[0] for part in parts if part in header.tensors)
+        return recurrent.order_by_key_heads(header, rows)
+    return latent.order_of_heads(header, parts) if ".kv_b_proj." in name else None
 
 
 def _in_layer(module: str, known: Iterable[str]) -> tuple[str, str] | None:
@@ -141,11 +144,23 @@ def undo(header: GgufHeader, name: str) -> Callable[[np.ndarray], np.ndarray] | 
     return recurrent.log_of_decay if name.endswith(".ssm_a") else None
 
 
+def hugging_face_shape(header: GgufHeader, name: str) -> tuple[int, ...]:
+    """The shape that Hugging Face has for the tensor ``name`` of the file; the rows of heads are one after another."""
+    shape, is_swapped = header.tensors[name].shape, is_transposed(header, name)
+    if len(shape) > 1 and (is_swapped or name.endswith(f".{latent.VALUES_OF_LATENT}.weight")):
+        *heads, rows, columns = shape
+        rows, columns = (columns, rows) if is_swapped else (rows, columns)
+        return (math.prod(heads) * rows, columns)
+    if len(shape) == 1 and name.endswith(converted(header).rows):
+        return (1, *shape)
+    return recurrent.hugging_face_shape(name, shape)
+
+
 def _without_offset(values: np.ndarray) -> np.ndarray:
     less: np.ndarray = values - values.dtype.type(1)
     return less
 
 
 def is_transposed(header: GgufHeader, name: str) -> bool:
-    """Whether Hugging Face stores the matrix ``name`` of the file ``[in, out]``."""
+    """Whether Hugging Face stores the matrix ``name`` of the file ``[in, out]``, or each matrix of a head."""
     return name.endswith(".weight") and any(part in name for part in converted(header).transposed)

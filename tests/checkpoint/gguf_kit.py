@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_mixtures
 import gguf_recurrent
 import numpy as np
 from tiny_models import OFFSET_NORMS, Golden, RandomWeights
@@ -28,9 +29,10 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }
-"""Names in GGUF that are not the ``model_type``."""
+"""Names in GGUF that are not the ``model_type``, of families that :mod:`gguf_mixtures` does not have."""
 PERMUTED = (
     "llama", "olmo", "arcee", "granite", "smollm3", "ministral3", "granitemoe", "granitemoehybrid", "nemotron_h",
+    "mixtral",
 )  # fmt: skip
 RECURRENT = (
     "falcon_h1",
@@ -75,12 +77,11 @@ def write(
     model_type = golden.config["model_type"]
     tensors, experts = gguf_recurrent.stacked(tensors)
     experts = gguf_recurrent.fused(experts) if fused_experts else experts
-    architecture = (
-        "nemotron_h_moe" if model_type == "nemotron_h" and experts else ARCHITECTURES.get(model_type, model_type)
-    )
+    known = ARCHITECTURES | gguf_mixtures.FAMILIES
+    architecture = "nemotron_h_moe" if model_type == "nemotron_h" and experts else known.get(model_type, model_type)
     writer = gguf.GGUFWriter(path, architecture)
-    is_recurrent = model_type in RECURRENT
-    found = (gguf_recurrent.metadata if is_recurrent else common_metadata)(config, golden.config)
+    kit = gguf_recurrent if model_type in RECURRENT else gguf_mixtures if model_type in gguf_mixtures.FAMILIES else None
+    found = (common_metadata if kit is None else kit.metadata)(config, golden.config)
     for key, value in (found | metadata).items():
         add(writer, f"{architecture}.{key}", value)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -91,14 +92,14 @@ def write(
             continue
         module, _, part = name.rpartition(".")
         converted = convert(model_type, name, values, config)
-        if is_recurrent:
-            for in_file, part_values in gguf_recurrent.convert(name, converted, config, golden.config, names):
+        if kit is not None:
+            for in_file, part_values in kit.convert(name, converted, config, golden.config, names):
                 add_tensor(writer, in_file, part_values, kind)
             continue
         known = names.get_name(module) or names.get_name(module.removeprefix("transformer."))
         add_tensor(writer, f"{known}.{part}", converted, kind)
     for name, values in experts.items():
-        add_tensor(writer, name, values, kind)
+        add_tensor(writer, name, values, "F32" if name.endswith(".bias") else kind)
     if text is None:
         writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     else:

@@ -187,7 +187,7 @@ def tiled(name: str, values: np.ndarray, part: DeltaNetPart) -> np.ndarray:
     return values if ".norm." in name else order(values)
 
 
-EXPERTS = re.compile(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
+EXPERTS = re.compile(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.(weight|bias)")
 KINDS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
@@ -206,7 +206,7 @@ def stacked(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict
     others, found = {}, {}
     for name, values in tensors.items():
         if match := EXPERTS.fullmatch(name):
-            file_name = f"blk.{match[1]}.ffn_{KINDS[match[3]]}_exps.weight"
+            file_name = f"blk.{match[1]}.ffn_{KINDS[match[3]]}_exps.{match[4]}"
             found.setdefault(file_name, {})[int(match[2])] = values
         else:
             others[name] = values

@@ -319,7 +319,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"expert_count": 8}, "mixture of experts"),
+        ({"expert_count": 8}, "expert_count is 8, but the tensors hold none"),
         ({"attention.head_count": 7}, "is not a multiple of"),
         ({"attention.head_count": 6, "rope.dimension_count": 16}, "does not fit the numbers of heads"),
     ],

@@ -167,6 +167,17 @@ SIZES_OF_STATES = {
     "qwen35": "ssm.inner_size",
     "qwen35moe": "expert_used_count",
     "gemma4": "attention.key_length_swa",
+    "gpt-oss": "attention.sliding_window",
+    "olmoe": "expert_count",
+    "qwen2moe": "expert_used_count",
+    "glm4moe": "expert_feed_forward_length",
+    "dots1": "expert_count",
+    "minimax-m2": "expert_used_count",
+    "ernie4_5-moe": "leading_dense_block_count",
+    "llama4": "interleave_moe_layer_step",
+    "afmoe": "expert_shared_count",
+    "exaone-moe": "expert_shared_count",
+    "deepseek2": "attention.kv_lora_rank",
 }
 """A size that the layers with a state or experts of these architectures must have, or heads that differ by layer."""
 

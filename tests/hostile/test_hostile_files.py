@@ -246,7 +246,7 @@ GGUF: dict[str, tuple[bytes, str]] = {
     "more heads than width": (of_model(attention__head_count=33), "head_count is 33, but embedding_length is 32"),
     "NaN epsilon": (of_model(attention__layer_norm_rms_epsilon=NAN), "nan"),
     "NaN factor": (of_model(rope__scaling__type="yarn", rope__scaling__factor=NAN), "rope.scaling.factor is nan"),
-    "experts": (of_model(expert_count=8), "mixture of experts"),
+    "experts": (of_model(expert_count=8), "expert_count is 8, but the tensors hold none"),
     "tokens of a number": (of_words(tokens=-1.5), "tokenizer.ggml.tokens is -1.5"),
     "tokens of numbers": (of_words(tokens=[1, 2]), "tokenizer.ggml.tokens is"),
     "one token": (of_words(tokens=["a"]), "tokenizer.ggml"),
