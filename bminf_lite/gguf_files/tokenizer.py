@@ -2,14 +2,13 @@
 
 Two kinds of vocabularies are known: SentencePiece's BPE, whose merges follow from the scores of the tokens, and BPE
 over bytes with its merges. For the second, ``tokenizer.ggml.pre`` names the regular expression that cuts a text into
-words; the expressions are those of llama.cpp.
+words; llama.cpp maps names to expressions, and they are here as the models' own tokenizers have them (:mod:`.words`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from math import isnan
 from typing import Any
@@ -20,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from ..errors import CheckpointError, checkpoint_error, choices, library_errors
 from .header import GgufHeader
 from .special_tokens import NAMES, is_control, named_ids, vocabulary
+from .words import WORDS
 
 USER_DEFINED = 4
 """The type of tokens that are found in a text before anything else."""
@@ -28,50 +28,6 @@ REPEATED_TOKENS = "repeated_tokens"
 _STRIPPING = ("phi-3", "phi3")
 """Names of models whose control tokens take the white space behind them; a file does not say so, llama.cpp knows it."""
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
-
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-DIGITS = r"\p{N}"
-
-
-@dataclass(frozen=True)
-class Words:
-    """The expressions that cut a text into words, one after the other.
-
-    ``adds_bos``: a prompt starts with the begin-of-text token unless the file says otherwise. ``ignores_merges``: a
-    word that is a token needs no merges.
-    """
-
-    expressions: tuple[str, ...]
-    adds_bos: bool = False
-    ignores_merges: bool = False
-
-
-WORDS = {
-    "gpt-2": Words((GPT2,)),
-    "phi-2": Words((GPT2,)),
-    "olmo": Words((GPT2,)),
-    "jais": Words((GPT2,)),
-    "mpt": Words((GPT2,)),
-    "dbrx": Words((LLAMA3,)),
-    "smaug-bpe": Words((LLAMA3,)),
-    "llama-bpe": Words((LLAMA3,), adds_bos=True, ignores_merges=True),
-    "llama3": Words((LLAMA3,), adds_bos=True, ignores_merges=True),
-    "qwen2": Words((QWEN2,)),
-    "deepseek-r1-qwen": Words((QWEN2,)),
-    "stablelm2": Words((QWEN2,)),
-    "starcoder": Words((DIGITS, GPT2)),
-    "refact": Words((DIGITS, GPT2)),
-    "command-r": Words((DIGITS, GPT2)),
-    "smollm": Words((DIGITS, GPT2)),
-    "codeshell": Words((DIGITS, GPT2)),
-    "exaone": Words((DIGITS, GPT2)),
-}
-"""How texts are cut into words, by ``tokenizer.ggml.pre``."""
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, str]:

@@ -16,7 +16,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from bminf_lite.errors import CheckpointError
 from bminf_lite.gguf_files.header import GgufHeader
-from bminf_lite.gguf_files.tokenizer import LLAMA3, WORDS, tokenizer_files
+from bminf_lite.gguf_files.tokenizer import tokenizer_files
+from bminf_lite.gguf_files.words import LLAMA3, WORDS
 from bminf_lite.text.checkpoint_files import load_tokenizer
 from bminf_lite.text.json_tokenizer import JsonTokenizer
 
@@ -162,11 +163,31 @@ def test_every_expression_keeps_the_text(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt-4o", "get|User|Name| DON'T| |123|45|日本語x| (|x|/y|);\n"),
+        ("tekken", "get|User|Name| DON|'T| |1|2|3|4|5|日本語x| (|x|/y|);\n"),
+        ("kimi-k2", "get|User|Name| DON'T| |123|45|日本語|x| (|x|/y|);\n"),
+        ("deepseek-v3", "getUserName| DON|'T| |123|45|日本語|x| (|x|/y|);\n"),
+        ("glm4", "getUserName| DON|'T| |123|45|日本語x| (|x|/y|);\n"),
+        ("qwen35", "getUserName| DON|'T| |1|2|3|4|5|日本語x| (|x|/y|);\n"),
+        ("seed-coder", "getUserName| DON|'T| |1|2|3|4|5|日本語x| (|x|/y|);|\n"),
+        ("deepseek-coder", "getUserName| DON|'|T| |1|2|3|4|5|日本語|x| (|x|/|y|);|\n"),
+        ("bloom", "getUserName| DON'T| 12345日本語x| (|x/y|)|;|\n"),
+    ],
+)
+def test_words(name: str, words: str) -> None:
+    cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(x), "isolated") for x in WORDS[name].expressions])
+    text = "getUserName DON'T 12345日本語x (x/y);\n"
+    assert "|".join(word for word, _ in cut.pre_tokenize_str(text)) == words
+
+
+@pytest.mark.parametrize(
     ("metadata", "message"),
     [
         ({}, "holds no vocabulary"),
         (of("ggml", model="bert", tokens=["a"]), "'bert', not one of llama, gpt2"),
-        (of("ggml", model="gpt2", pre="klingon", tokens=["a"]), "'klingon' is not supported; there are gpt-2"),
+        (of("ggml", model="gpt2", pre="klingon", tokens=["a"]), "'klingon' is not supported; the nearest"),
         (of("ggml", model="llama", tokens=["a"], scores=[]), "does not have a number for each token"),
     ],
 )
