@@ -43,7 +43,7 @@ def choices(name: object, known: Iterable[str], remedy: str = "") -> str:
     """
     known = list(known)
     if len(known) <= MAX_NAMES:
-        return f"there are {', '.join(known)}"
+        return f"there {'is' if len(known) == 1 else 'are'} {', '.join(known)}"
     given = str(name)[:MAX_LINE].lower()
     by_lower = {other.lower(): other for other in known}
     begin = [other for lower, other in by_lower.items() if given and lower.startswith(given)]

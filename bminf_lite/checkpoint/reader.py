@@ -327,7 +327,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return checkpoint
     if not path.is_dir():
         what = "is a file, neither a folder nor GGUF" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path}: {what}; give the folder that holds config.json and the weights")
+        remedy = "give the folder that holds config.json and the weights"
+        if path.exists() and (path.parent / "config.json").exists():
+            remedy = f"give its folder, {path.parent}"
+        raise CheckpointError(f"{path}: {what}; {remedy}")
     if not os.path.lexists(path / "config.json"):
         raise CheckpointError(_no_config(path))
     config = read_json(path / "config.json")

@@ -134,7 +134,8 @@ def _has_working_folder() -> bool:
 
 def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "\ninterrupted"  # on the line below the terminal's "^C"
+        hint = f"; {error}" if error.args else ""
+        return f"\ninterrupted{hint}"  # on the line below the terminal's "^C"
     if isinstance(error, BminfError):
         return f"error: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:

@@ -138,14 +138,17 @@ def batch(
         raise UsageError("--replicas and --gpus-per-replica are for clusters: give --ray ADDRESS too")
     else:
         plan, job = plan_input(LocalStorage(), input, job, block_rows)
-        with progress_bar() as (began, told):
-            counts = run_local(
-                job,
-                plan,
-                Path(output),
-                lambda result: told(1, usage_of(result)[1]),
-                lambda done: began(plan.num_rows, done),
-            )
+        try:
+            with progress_bar() as (began, told):
+                counts = run_local(
+                    job,
+                    plan,
+                    Path(output),
+                    lambda result: told(1, usage_of(result)[1]),
+                    lambda done: began(plan.num_rows, done),
+                )
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt("what is finished is kept: the same command goes on") from error
     click.echo(summary(counts, time.perf_counter() - started), err=True)
 
 
@@ -172,7 +175,7 @@ def progress_bar() -> Iterator[tuple[Callable[[int, int], None], Callable[[int, 
 
 def summary(counts: Counts, seconds: float) -> str:
     """What was done, in a line."""
-    parts = [f"{counts.rows:,} rows in {seconds:.1f} s"]
+    parts = [f"{counts.rows:,} row{'s' * (counts.rows != 1)} in {seconds:.1f} s"]
     if counts.kept:
         parts.append(f"{counts.kept:,} more that a run or a replica had answered before it ended")
     parts.append(f"{counts.prompt_tokens:,} prompt tokens, {counts.new_tokens:,} new tokens")

@@ -88,7 +88,7 @@ def embed(
         name = loaded.device
     vectors = np.concatenate(parts)
     save_result(out, write(lines, vectors))
-    click.echo(f"wrote {out}: {len(vectors):,} vectors of {vectors.shape[1]:,} elements")
+    click.echo(f"wrote {out}: {len(vectors):,} vector{'s' * (len(vectors) != 1)} of {vectors.shape[1]:,} elements")
     click.echo(f"{tokens:,} tokens on {name}, {tokens / seconds:,.0f} per second", err=True)
 
 

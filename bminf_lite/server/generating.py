@@ -72,7 +72,7 @@ async def encode(server: ServerState, prompt: Prompt, field: str, add_special_to
     """The tokens of a prompt, which stands in ``field``."""
     length = text_length(prompt)
     if isinstance(prompt, str) and length > (most := server.max_characters):
-        problem = f"it has {length:,} characters, but {most:,} of the longest tokens fill the model's context"
+        problem = f"it has {length:,} characters, but at most {most:,} fit the model's context, in its longest tokens"
         raise bad_request(f"the prompt is too long: {problem}; shorten it", field, _TOO_LONG)
     try:
         return await run_briefly(lambda: server.prompts.encode(prompt, add_special_tokens), length)

@@ -194,7 +194,9 @@ class _Access:
             return ApiError(429, f"{most}: try again later", code="too_many_requests", retry_after=1)
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
-            return ApiError(415, f"the body must be application/json, not {kind.decode('latin-1') or 'untyped'!r}")
+            given = kind.decode("latin-1") or "untyped"
+            remedy = "send the header Content-Type: application/json"
+            return ApiError(415, f"the body must be application/json, not {given!r}: {remedy}")
         if (coding := headers.get(b"content-encoding", b"identity").lower()) != b"identity":
             return ApiError(415, f"the body must not be encoded, but its coding is {coding.decode('latin-1')!r}")
         length = headers.get(b"content-length", b"0")

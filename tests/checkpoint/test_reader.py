@@ -106,7 +106,9 @@ def test_reading_what_is_not_there(make_checkpoint: MakeCheckpoint) -> None:
 def test_not_a_folder(tmp_path: Path) -> None:
     assert "does not exist" in message(tmp_path / "absent")
     (tmp_path / "file").write_text("x")
-    assert "is a file, neither a folder nor GGUF" in message(tmp_path / "file")
+    assert "is a file, neither a folder nor GGUF; give the folder that holds" in message(tmp_path / "file")
+    (tmp_path / "config.json").write_text("{}")
+    assert message(tmp_path / "file").endswith(f"; give its folder, {tmp_path}")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):
         ),
         (ZeroDivisionError("oh"), 1, "error: ZeroDivisionError: oh (run again with --debug for the traceback)\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+        (KeyboardInterrupt("a remedy"), 130, "\ninterrupted; a remedy\n"),
     ],
 )
 def test_an_exception_is_one_message(failing, error: BaseException, code: int, message: str) -> None:
