@@ -159,7 +159,7 @@ class SamplingParams:
             forbidden = {token: value for token, value in file_bias.items() if value == -math.inf}
             values["logit_bias"] = {**file_bias, **bias, **forbidden}
         if _is_whole(length := values.get("max_new_tokens", cls.max_new_tokens)) and "min_tokens" not in given:
-            values["min_tokens"] = min(values.get("min_tokens", 0), length)
+            values["min_tokens"] = min(values.get("min_tokens", 0), max(length, 0))
         draws = values["temperature"] != 0
         refused = [field.text for field in unsupported(generation_config) if draws or not field.draws]
         if refused:

@@ -146,7 +146,7 @@ class SpeculativeConfig:
         if self.method is None:
             found.append(f"method is missing: give one of {', '.join(DEFAULT_TOKENS)}, or a model that drafts")
         elif self.method not in DEFAULT_TOKENS:
-            found.append(f"method is {self.method!r}, but must be one of {', '.join(DEFAULT_TOKENS)}")
+            found.append(f"method is {self.method!r}, but must be one of {', '.join(DEFAULT_TOKENS)}, auto, none")
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
             if value is None:

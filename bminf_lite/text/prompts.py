@@ -226,9 +226,7 @@ class PromptEncoder:
         tokenizer = self.tokenizer
         source = tokenizer.tool_chat_template if with_tools else tokenizer.chat_template
         if source is None:
-            remedy = (
-                "give a plain prompt instead of messages (bminf-lite generate without --chat, /v1/completions over HTTP)"
-            )
+            remedy = "give a plain prompt instead of messages (bminf-lite generate without --chat; /v1/completions)"
             raise UsageError(f"this checkpoint has no chat template: {remedy}")
         if source not in self._templates:
             self._templates[source] = ChatTemplate(source, tokenizer.special_tokens, processes=self.template_processes)

@@ -143,6 +143,8 @@ def test_the_temperature_follows_do_sample(config, overrides, temperature):
 def test_defaults_come_from_the_checkpoint_and_overrides_win():
     config = {"do_sample": True, "top_k": 20, "top_p": 0.8, "min_p": None, "repetition_penalty": 1.05}
     ignored = {"eos_token_id": [1, 2], "transformers_version": "4.0"}
+    with pytest.raises(UsageError, match=r"^max_new_tokens is -1, but must be [^;]*$"):  # min_tokens is not blamed too
+        SamplingParams.from_checkpoint(config, max_new_tokens=-1)
     params = SamplingParams.from_checkpoint(config | ignored | {"max_new_tokens": 77}, top_k=3, seed=None, stop=["x"])
     assert params == SamplingParams(77, 1.0, top_k=3, top_p=0.8, repetition_penalty=1.05, stop=("x",))
 
