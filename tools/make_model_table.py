@@ -1,7 +1,7 @@
-"""Write the table of models in ``docs/models.md``: ``python tools/make_model_table.py`` (``--check`` only compares).
+"""Write the tables in ``docs/models.md``: ``python tools/make_model_table.py`` (``--check`` only compares).
 
 Names and descriptions come from the files in ``bminf_lite/models``, numbers of compared configurations from the golden
-files that the tests read.
+files that the tests read, and names of GGUF files from the table by which they are read.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 from bminf_lite import models
+from bminf_lite.gguf_files.architectures import TABLE
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "models.md"
 BEGIN, END = "<!-- begin of the models, by tools/make_model_table.py -->", "<!-- end of the models -->"
+GGUF_BEGIN, GGUF_END = "<!-- begin of the GGUF architectures, by tools/make_model_table.py -->", "<!-- end of GGUF -->"
 SAME_WEIGHTS = {
     "cpm1": "transformers' GPT-2 on the same weights",
     "cpm2": "transformers' T5 on the same weights",
@@ -58,11 +60,22 @@ def comparison(name: str) -> str:
     return f"{len(json.loads(golden.read_text()))} configurations in golden files, 12 at random"
 
 
+def gguf_table() -> str:
+    """The architectures of GGUF files, a row for each ``model_type`` that is made of them."""
+    rows = ["| `model_type` | `general.architecture` of GGUF files |", "|---|---|"]
+    found: dict[str, list[str]] = {}
+    for name, converted in sorted(TABLE.items()):
+        for model_type in (converted.model_type, *converted.others):
+            found.setdefault(model_type, []).append(f"`{name}`")
+    return "\n".join([*rows, *(f"| `{model_type}` | {', '.join(found[model_type])} |" for model_type in sorted(found))])
+
+
 def with_table(text: str) -> str:
-    """The page's text with the table as it is now."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    """The page's text with the tables as they are now."""
+    for begin, end, content in ((BEGIN, END, table()), (GGUF_BEGIN, GGUF_END, gguf_table())):
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def main() -> None:

@@ -42,7 +42,8 @@ class Converted:
     vectors that it stores ``[1, size]``. ``required`` are further keys that a file must have. ``renamed`` are parts of
     Hugging Face's names that a file has under another name than the package ``gguf`` says, and ``joined`` those of
     matrices whose rows a file has as several tensors. ``tensors`` has whole names of tensors in a layer, and ``unread``
-    says which tensors no model of Hugging Face has. ``further`` adds to the configuration.
+    says which tensors no model of Hugging Face has. ``further`` adds to the configuration, and may take one of
+    ``others`` as the ``model_type``.
     """
 
     model_type: str
@@ -58,6 +59,7 @@ class Converted:
     tiled: bool = False
     drafts: bool = False
     rows: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
     unread: Callable[[GgufHeader], set[str]] | None = None
     further: Callable[[GgufHeader, dict[str, Any]], None] | None = None

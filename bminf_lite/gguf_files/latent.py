@@ -93,6 +93,7 @@ LATENT: dict[str, Converted] = {
         transposed=(f".{KEYS_OF_LATENT}.",),
         joined={"self_attn.kv_b_proj": (KEYS_OF_LATENT, VALUES_OF_LATENT)},
         drafts=True,
+        others=("deepseek_v2", "youtu"),
         further=_deepseek2,
     ),
 }
