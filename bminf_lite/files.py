@@ -168,6 +168,8 @@ def check_writable(path: Path, what: str) -> None:
             raise UsageError(f"{what} {path}: the folder {target.parent} does not exist; make it first")
         if (earlier is None or stat.S_ISREG(earlier.st_mode)) and not os.access(target.parent, os.W_OK | os.X_OK):
             raise UsageError(f"{what} {path}: nothing can be written in the folder {target.parent}; name another one")
+    except UsageError:  # which is a ValueError
+        raise
     except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{what} {path}: cannot be written: {problem}; name another file") from None

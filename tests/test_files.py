@@ -166,6 +166,14 @@ def test_a_path_that_cannot_be_written_is_our_error(tmp_path: Path, write, name:
     assert names(tmp_path) == before
 
 
+def test_a_folder_in_which_nothing_can_be_written_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError) as error:
+        check_writable(tmp_path / "new", "OUT")
+    told = f"OUT {tmp_path / 'new'}: nothing can be written in the folder {tmp_path}; name another one"
+    assert str(error.value) == told
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
 def test_write_protected_files_and_folders_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"

@@ -182,7 +182,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise BminfError(f"{folder}: cannot be used: {error.strerror or error}") from error
+        raise BminfError(f"{folder}: cannot be used: {error.strerror or error}; name another output") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

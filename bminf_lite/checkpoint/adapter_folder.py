@@ -123,8 +123,13 @@ def _config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(f"{path}: {what}; give the folder that PEFT saved the adapter in, with {CONFIG_FILE}")
-    if not (path / CONFIG_FILE).exists():
-        inside = sorted(str(file.parent) for file in path.glob(f"*/{CONFIG_FILE}"))
+    try:
+        is_adapter = (path / CONFIG_FILE).exists()
+        inside = [] if is_adapter else sorted(str(file.parent) for file in path.glob(f"*/{CONFIG_FILE}"))
+    except OSError as error:
+        problem = f"{error.strerror or error}; let this user read the folder"
+        raise CheckpointError(f"{path}: cannot be read: {problem}") from error
+    if not is_adapter:
         listed = f"give {' or '.join(inside[:3])}, which has one" if inside else "give the folder that PEFT saved"
         raise CheckpointError(f"{path}: is no adapter, because it has no {CONFIG_FILE}; {listed}")
     config = read_json(path / CONFIG_FILE)

@@ -87,7 +87,8 @@ if TYPE_CHECKING:
 @click.option(
     "--portable",
     is_flag=True,
-    help="Write what other readers open: without --recipe this is w8a8. Matrices "
+    help="Write what other readers open: without --recipe this is w8a8, and a recipe that rotates inputs needs "
+    "--offline-only too. Matrices "
     "that they open only as float (GPT-2's) stay float in the file, about four times as large, and are "
     "quantized when they are loaded.",
 )

@@ -93,8 +93,8 @@ def migrate(
 
     ``force`` replaces an earlier result in ``out``, once the new one is complete. ``dry_run`` only reports what each
     tensor would become. ``portable`` makes a result that other readers open: without a ``recipe`` it is ``w8a8``, and
-    GPT-2's matrices, which have no other form, stay float in the file and are quantized when it is loaded. The result
-    is split into files of at most ``shard_bytes``.
+    GPT-2's matrices, which have no other form, stay float in the file and are quantized when it is loaded. A recipe
+    that rotates inputs needs ``offline_only`` too. The result is split into files of at most ``shard_bytes``.
     ``progress`` and ``calibration_progress`` are called as :data:`.conversion.Progress` and
     :data:`.calibration.Progress` say; ``cost_progress`` is called with layers.
 
@@ -127,6 +127,11 @@ def migrate(
         _check_target_options(recipe, max_divergence, dry_run)
     elif offline_only and not searches(recipe):
         recipe = _without_input_rotations(recipe)
+    if portable and not offline_only and (recipe.rotation > 1 or searches(recipe) or target_divergence is not None):
+        raise UsageError(
+            f"portable: the recipe {recipe.name} may rotate the inputs of products, and then only bminf-lite opens the "
+            "result; give no recipe, or offline_only (--offline-only) too"
+        )
     write = partial(
         migrate_folder,
         opened_from,

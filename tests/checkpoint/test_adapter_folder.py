@@ -271,6 +271,20 @@ def test_the_copy_of_a_head_beside_its_adapter_is_not_read(source: Path, tmp_pat
     assert list(read(write_adapter(tmp_path / "adapter", tensors), source).adapters) == ["lm_head.weight"]
 
 
+def test_a_folder_that_this_user_may_not_read(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = Path.exists
+
+    def refuse(self: Path) -> bool:
+        if self.name == "adapter_config.json":
+            raise PermissionError(13, "Permission denied", str(self))
+        return exists(self)
+
+    adapter = random_adapter(tmp_path / "adapter", source)
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(CheckpointError, match=r"adapter: cannot be read: Permission denied; let this user read"):
+        read(adapter, source)
+
+
 def test_folders_that_are_none(source: Path, tmp_path: Path) -> None:
     adapter = random_adapter(tmp_path / "outer" / "adapter", source)
     with pytest.raises(

@@ -100,6 +100,9 @@ def test_other_mistakes_are_told_before_any_work(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migration.calibration, "run_calibration", None)
+    for recipe in ("w8a8-rotate", "w8a8-rotate-all"):
+        with pytest.raises(UsageError, match=f"^portable: the recipe {recipe} may rotate"):
+            bminf_lite.migrate(source, tmp_path / "out", recipe, portable=True)
     with pytest.raises(UsageError, match="recipe auto: needs a text"):
         bminf_lite.migrate(source, tmp_path / "out", "auto")
     with pytest.raises(UsageError, match="device 'gpu' is not one of"):
