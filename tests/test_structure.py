@@ -53,7 +53,9 @@ MAY_IMPORT = {
         "checkpoint", "errors", "files",
     },
     "placement": {"engine", "models", "layers", "backend", "checkpoint", "memory", "cuda", "errors", "files"},
-    "pooling": {"request_builder", "models", "text", "engine", "checkpoint", "backend", "errors", "files"},
+    "pooling": {
+        "request_builder", "models", "text", "gguf_files", "engine", "checkpoint", "backend", "errors", "files",
+    },
     "request_builder": {"engine", "grammar", "text", "errors"},
     "completions": {"engine", "text"},
     "grammar": {"text", "worker_process", "errors", "files"},

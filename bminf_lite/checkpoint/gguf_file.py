@@ -19,6 +19,7 @@ import numpy as np
 from .. import models
 from ..errors import CheckpointError, checkpoint_error
 from ..gguf_files.config import config_json, generation_config, in_metadata
+from ..gguf_files.encoders import module_files
 from ..gguf_files.header import GgufHeader, GgufTensor, read_header
 from ..gguf_files.tensors import (
     hugging_face_shape,
@@ -238,7 +239,7 @@ def _spec_of(header: GgufHeader, config: dict[str, Any]) -> Spec:
 
 def _text_files(header: GgufHeader) -> dict[str, str]:
     """The files beside ``config.json``; without a tokenizer if the file's vocabulary is of an unknown kind."""
-    found = {"generation_config.json": json.dumps(generation_config(header), indent=2)}
+    found = {"generation_config.json": json.dumps(generation_config(header), indent=2)} | module_files(header)
     try:
         return found | tokenizer_files(header)
     except CheckpointError:  # a model runs on token ids too

@@ -168,6 +168,7 @@ def migrate(
             write_json(folder / "config.json", dict(model.description.config_json) | quantization)
             _copy_files(checkpoint.path, copied, folder)
             for name, text in checkpoint.text_files().items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 write_text(folder / name, text)
             gated = () if chosen.calibration else model.spec.gated
             report, scaled = _convert(checkpoint, tasks, gated, folder, shard_bytes, progress, report)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from ..errors import CheckpointError, choices
 from .converted import Converted
 from .dense import DENSE
+from .encoders import ENCODERS
 from .header import GgufHeader
 from .hybrids import HYBRIDS
 from .latent import LATENT
 from .mixtures import MIXTURES
 
-TABLE: dict[str, Converted] = DENSE | MIXTURES | LATENT | HYBRIDS
+TABLE: dict[str, Converted] = DENSE | MIXTURES | LATENT | HYBRIDS | ENCODERS
 
 
 def converted(header: GgufHeader) -> Converted:

@@ -77,7 +77,9 @@ def _by_frequency(header: GgufHeader, config: dict[str, Any], factor: float, att
     if FACTORS in header.tensors:
         divisors = small_tensor(header, FACTORS).astype(np.float64) * factor
     else:
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        heads = header.of_model("attention.head_count")
+        whole = header.of_model("embedding_length") // (max(heads) if isinstance(heads, list) else heads)
+        head_dim = config.get("head_dim") or whole
         divisors = np.full(header.of_model("rope.dimension_count", head_dim) // 2, factor)
     listed = [shortest(x) for x in divisors]
     return {

@@ -1,8 +1,9 @@
 """A ``tokenizer.json`` and ``tokenizer_config.json`` from the metadata of a GGUF file.
 
-Two kinds of vocabularies are known: SentencePiece's BPE, whose merges follow from the scores of the tokens, and BPE
-over bytes with its merges. For the second, ``tokenizer.ggml.pre`` names the regular expression that cuts a text into
-words; llama.cpp maps names to expressions, and they are here as the models' own tokenizers have them (:mod:`.words`).
+Of models that generate, two kinds of vocabularies are known: SentencePiece's BPE, whose merges follow from the scores
+of the tokens, and BPE over bytes with its merges. For the second, ``tokenizer.ggml.pre`` names the regular expression
+that cuts a text into words; llama.cpp maps names to expressions, and they are here as the models' own tokenizers have
+them (:mod:`.words`). Those of encoders are in :mod:`.encoder_tokenizers`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from math import isnan
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..errors import CheckpointError, checkpoint_error, choices, library_errors
+from .encoder_tokenizers import is_score, unigram, word_piece
 from .header import GgufHeader
 from .special_tokens import NAMES, is_control, named_ids, vocabulary
 from .words import WORDS
@@ -39,13 +40,13 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
     kind, (tokens, types) = metadata.get("tokenizer.ggml.model"), vocabulary(header)
     if not tokens:
         raise CheckpointError(f"{header.path}: holds no vocabulary (tokenizer.ggml.tokens); give prompts as token ids")
-    makers = {"llama": _sentencepiece, "gpt2": _byte_level}
-    if kind not in makers:
-        problem = f"tokenizer.ggml.model is {kind!r}, not one of {', '.join(makers)}"
+    makers, framed = {"llama": _sentencepiece, "gpt2": _byte_level}, {"bert": word_piece, "t5": unigram}
+    if kind not in (*makers, *framed):
+        problem = f"tokenizer.ggml.model is {kind!r}, not one of {', '.join((*makers, *framed))}"
         raise CheckpointError(f"{header.path}: {problem}; give prompts as token ids, or add a tokenizer.json")
     named = {name: tokens[i] for name, i in named_ids(header).items()}
     with library_errors(f"{header.path}: holds a vocabulary that the tokenizers library cannot read"):
-        backend, adds_bos = makers[kind](header, tokens)
+        backend, adds_bos = (framed[kind](header, tokens), None) if kind in framed else makers[kind](header, tokens)
         strips = any(name in str(metadata.get("general.name", "")).lower() for name in _STRIPPING)
         for token, token_type in zip_longest(tokens, types):
             if token and is_control(token, token_type):
@@ -53,7 +54,8 @@ def tokenizer_files(header: GgufHeader) -> dict[str, str]:
                 backend.add_special_tokens([AddedToken(token, special=True, normalized=False, rstrip=rstrip)])
             elif token and token_type == USER_DEFINED:
                 backend.add_tokens([AddedToken(token, normalized=False)])
-        _frame(header, backend, named, adds_bos)
+        if adds_bos is not None:
+            _frame(header, backend, named, adds_bos)
         pipeline = backend.to_str()
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {theirs: named.get(name) for name, theirs in NAMES.items()}
@@ -98,7 +100,7 @@ def _frame(header: GgufHeader, backend: tokenizers.Tokenizer, named: dict[str, s
 
 def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
     scores = header.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(_is_score, scores)):
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(is_score, scores)):
         raise CheckpointError(f"{header.path}: tokenizer.ggml.scores does not have a number for each token")
     ids, unknown_id = _ids(tokens), named_ids(header).get("unknown")
     unknown = None if unknown_id is None else tokens[unknown_id]
@@ -110,10 +112,6 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> tuple[tokenizer
     ends = [decoders.Strip(" ", 1, 0)] if prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
     return backend, True
-
-
-def _is_score(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isnan(value)
 
 
 def merges_of(ids: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:

@@ -17,6 +17,8 @@ from ..backend.values import Pooling
 from ..checkpoint.reader import open_tensor_file
 from ..errors import CheckpointError
 from ..files import is_within, parse_json, read_small_file
+from ..gguf_files.encoders import pooling_of
+from ..gguf_files.header import find_gguf, read_header
 from ..models.parts.classifier import HEAD_ACTIVATIONS, HostLinear
 
 MODULES, LIMITS, PROMPTS = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -127,9 +129,13 @@ class PoolingSettings:
 def read_settings(folder: Path, default: Pooling, features: int) -> PoolingSettings:
     """The settings in ``folder``, of a model whose tokens have vectors of ``features`` elements.
 
-    Without ``modules.json`` the pooling is ``default``, and vectors get length 1. Raises ``CheckpointError`` that names
-    the file, for a module that is not known and for one that does not fit the model.
+    Without ``modules.json`` the pooling is ``default``, and vectors get length 1; a GGUF file may name the pooling.
+    Raises ``CheckpointError`` that names the file, for a module that is not known and for one that does not fit the
+    model.
     """
+    if (gguf := find_gguf(folder)) is not None:
+        name = pooling_of(read_header(gguf))
+        return PoolingSettings((default if name is None else Pooling(name),))
     prompts, limits = _object(folder / PROMPTS), _object(folder / LIMITS)
     found: dict[str, Any] = {"poolings": (default,), "normalize": True}
     if (folder / MODULES).is_file():

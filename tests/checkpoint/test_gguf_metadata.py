@@ -19,6 +19,7 @@ from bminf_lite.errors import CheckpointError
 from bminf_lite.gguf_files.architectures import TABLE
 from bminf_lite.gguf_files.config import config_json, generation_config
 from bminf_lite.gguf_files.converted import COMMON
+from bminf_lite.gguf_files.encoders import ENCODERS
 from bminf_lite.gguf_files.header import GgufHeader, GgufTensor
 
 gguf = pytest.importorskip("gguf", reason="GGUF needs the package gguf")
@@ -182,7 +183,9 @@ SIZES_OF_STATES = {
 """A size that the layers with a state or experts of these architectures must have, or heads that differ by layer."""
 
 
-@pytest.mark.parametrize("architecture", sorted(set(TABLE) - {"mistral3", *SIZES_OF_STATES}))  # which must say more
+@pytest.mark.parametrize(
+    "architecture", sorted(set(TABLE) - {"mistral3", *SIZES_OF_STATES, *ENCODERS})
+)  # which must say more
 def test_absent_keys_have_llama_cpp_s_values(architecture: str) -> None:
     """The defaults: each head has keys and values, heads divide the embedding, and the base is 10,000."""
     config = config_json(header(architecture, attention__head_count_kv=1 if architecture == "falcon" else None))

@@ -186,7 +186,18 @@ def test_words(name: str, words: str) -> None:
     ("metadata", "message"),
     [
         ({}, "holds no vocabulary"),
-        (of("ggml", model="bert", tokens=["a"]), "'bert', not one of llama, gpt2"),
+        (of("ggml", model="rwkv", tokens=["a"]), "'rwkv', not one of llama, gpt2, bert, t5"),
+        (of("ggml", model="bert", tokens=["a"]), r"lacks tokenizer\.ggml\.unknown_token_id, and a token \[UNK\]"),
+        (of("ggml", model="t5", tokens=["a"], scores=[0.0]), r"lacks tokenizer\.ggml\.unknown_token_id"),
+        (of("ggml", model="t5", tokens=["a"], scores=[True]), "does not have a number for each token"),
+        (
+            of("ggml", model="t5", tokens=["a"], scores=[0.0], unknown_token_id=0, precompiled_charsmap=["x"]),
+            "precompiled_charsmap must be a list of bytes",
+        ),
+        (
+            of("ggml", model="t5", tokens=["a"], scores=[0.0], unknown_token_id=0, precompiled_charsmap=[1, 2, 3]),
+            "a vocabulary that the tokenizers library cannot read",
+        ),
         (of("ggml", model="gpt2", pre="klingon", tokens=["a"]), "'klingon' is not supported; the nearest"),
         (of("ggml", model="llama", tokens=["a"], scores=[]), "does not have a number for each token"),
     ],
