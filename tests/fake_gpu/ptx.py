@@ -247,6 +247,8 @@ def compiled(name: str, text: str, arch: str, expression: str, defines: tuple[st
 
 CLUSTER_BARRIER = 1 << 10
 """The number of a cluster's barrier."""
+WARPGROUP, WARPGROUP_FENCE = 128, 1 << 11
+"""Threads of a warpgroup, and the number of the barrier at which they wait for each other before ``wgmma``."""
 RUNS, ENDED, BLOCKED, WAITS = 0, 1, 2, 3
 """States of a thread: ``BLOCKED`` at an mbarrier whose phase is not complete, ``WAITS + i`` at barrier i."""
 
@@ -348,6 +350,10 @@ class Grid:
                 counters[lanes] = counter
                 self._wait(instruction, chosen, states)
                 return
+            if op[:2] == ("wgmma", "fence"):
+                counters[lanes] = counter
+                self._wait_for_warpgroup(self.numbers(chosen), states)
+                return
             if op[:3] == ("barrier", "cluster", "wait"):
                 counters[lanes] = counter
                 self._wait_for_cluster(self.numbers(chosen), states)
@@ -386,6 +392,13 @@ class Grid:
         leave = (states == WAITS + number) & complete[self.block]
         states[leave] = RUNS
         self.join(np.flatnonzero(leave), number, self.block)
+
+    def _wait_for_warpgroup(self, lanes: np.ndarray, states: np.ndarray) -> None:
+        """The warps of a warpgroup come here one by one, and multiply together."""
+        states[lanes] = WAITS + WARPGROUP_FENCE
+        group = self.block * -(-self.threads // WARPGROUP) + self.thread // WARPGROUP
+        waiting = np.bincount(group[states == WAITS + WARPGROUP_FENCE], minlength=int(group.max()) + 1)
+        states[(states == WAITS + WARPGROUP_FENCE) & (waiting == WARPGROUP)[group]] = RUNS
 
     def _wait_for_cluster(self, lanes: np.ndarray, states: np.ndarray) -> None:
         """All threads of a cluster come here, in whose place an arrival before does nothing."""

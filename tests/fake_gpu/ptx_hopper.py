@@ -92,24 +92,44 @@ def _half_operand(grid: Grid, descriptor: int, block: int, rows: int, by_columns
     return both
 
 
+def _left_of_registers(grid: Grid, names: list[str], lanes: Lanes, threads: np.ndarray) -> np.ndarray:
+    """fp16 ``[groups, 64, 16]`` of which each thread of a warpgroup has four pairs."""
+    found = np.zeros((len(threads) // WARPGROUP, 64, 16), np.float16)
+    thread = np.arange(WARPGROUP)
+    row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    for i, name in enumerate(names):
+        pairs = np.ascontiguousarray(np.broadcast_to(grid.get(name, "b32", lanes), threads.shape))
+        halves = pairs.view(np.float16).reshape(-1, WARPGROUP, 2)
+        for j in range(2):
+            found[:, row + i % 2 * 8, column + i // 2 * 8 + j] = halves[..., j]
+    return found
+
+
 def _wgmma_of_halves(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
-    """Both operands in shared memory, of which each may lie by columns. Sums of 16 products are rounded once."""
+    """The left operand in registers or shared memory, the right one in shared memory, where it may lie by columns.
+
+    Sums of 16 products are rounded once.
+    """
     match = re.fullmatch(r"m64n(\d+)k16", instruction.op[4])
     assert match, instruction
     width, (sums, left, right, add, *numbers) = int(match[1]), instruction.operands
-    assert numbers[:2] == ["1", "1"] and numbers[2] == "0", instruction
-    names, threads = _parts(sums), grid.numbers(lanes)
+    names, threads, in_registers = _parts(sums), grid.numbers(lanes), left.startswith("{")
+    assert numbers[:2] == ["1", "1"] and (in_registers or numbers[2] == "0"), instruction
     assert len(names) == width // 2 and len(threads) % WARPGROUP == 0 and not (threads[::WARPGROUP] % WARPGROUP).any()
-    both = [np.broadcast_to(grid.get(o, "u64", lanes), threads.shape) for o in (left, right)]
+    descriptors = [np.broadcast_to(grid.get(o, "u64", lanes), threads.shape) for o in (right, left)[: 2 - in_registers]]
+    held = _left_of_registers(grid, _parts(left), lanes, threads) if in_registers else None
     adds = np.broadcast_to(grid.get(add, "pred", lanes), threads.shape)
     thread = np.arange(WARPGROUP)
     row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
     before = [np.array(np.broadcast_to(grid.get(n, "f32", lanes), threads.shape)) for n in names]
     for group in range(0, len(threads), WARPGROUP):
         block = int(grid.block[threads[group]])
-        a = _half_operand(grid, int(both[0][group]), block, 64, False).astype(np.float64)
-        b = _half_operand(grid, int(both[1][group]), block, width, numbers[3] == "1").astype(np.float64)
-        product, own = a @ b.T, slice(group, group + WARPGROUP)
+        if held is None:
+            a = _half_operand(grid, int(descriptors[1][group]), block, 64, False)
+        else:
+            a = held[group // WARPGROUP]
+        b = _half_operand(grid, int(descriptors[0][group]), block, width, numbers[-1] == "1")
+        product, own = a.astype(np.float64) @ b.astype(np.float64).T, slice(group, group + WARPGROUP)
         for i, total in enumerate(before):
             part = product[row + i % 4 // 2 * 8, i // 4 * 8 + column + i % 2]
             total[own] = np.where(adds[own], total[own] + part, part)
