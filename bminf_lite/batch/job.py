@@ -61,18 +61,16 @@ class BatchJob:
             raise UsageError(f"{given}: the rows of OpenAI's batch files say themselves how they are sampled")
 
     def open_model(self) -> Model:
-        """Load the model, and prepare its memory and its steps. ``UsageError`` for one that generates nothing."""
+        """Load the model. ``UsageError`` for one that generates nothing."""
         model = load(self.model, **asdict(self.load))
-        try:
-            if not model.engine_config.generates:
-                raise UsageError(
-                    f"{self.model} makes vectors, and answers no rows: bminf-lite embed reads files of texts"
-                )
-            model.warm_up()
-        except BaseException:
+        if not model.engine_config.generates:
             model.close()
-            raise
+            raise UsageError(f"{self.model} makes vectors, and answers no rows: bminf-lite embed reads files of texts")
         return model
+
+    def warm_up(self, model: Model) -> None:
+        """Prepare the model's memory and its steps."""
+        model.warm_up()
 
     def settings(self, model: Model) -> ServerSettings:
         """How the rows are answered."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..api import Model
 from ..errors import BminfError, UsageError
-from ..server.direct import DirectServer
 from .job import BatchJob, is_openai
 from .output import BatchOutput
 from .plan import BLOCK_ROWS, JSONL, BatchBlock, Plan, plan_lines, read_lines
+from .row_process import Progress, RowProcess, Work
 from .rows import Row, RowFormat, encode
-from .runner import ROWS_PER_SEQUENCE, BlockFormat, BlockRunner, Counts, run_all
+from .runner import ROWS_PER_SEQUENCE, BlockFormat, Counts
 from .storage import LocalStorage, Storage
 
 BLOCKS = ".blocks"
@@ -62,19 +61,22 @@ def run_local(
     job: BatchJob,
     plan: Plan,
     out: Path,
-    told: Callable[[Mapping[str, Any]], None] = lambda result: None,
+    told: Callable[[Counts], None] = lambda counts: None,
     began: Callable[[int], None] = lambda rows: None,
 ) -> Counts:
     """Answer the rows of ``plan`` by a model in this process; see :func:`run_blocks`.
 
-    ``told`` is called with each result.
+    ``told`` is called with what was answered since the last call.
     """
     storage = LocalStorage()
 
     def answer(output: BatchOutput, blocks: Sequence[BatchBlock]) -> Counts:
-        with job.open_model() as model:
-            lines = LineBlocks(storage, job.rows(model))
-            return asyncio.run(_run(job, model, output, lines, blocks, told))
+        process = RowProcess()
+        with closing(process), job.open_model() as model, closing(process):  # which ends before the model does
+            process.serve(model, make_work(job, model, output, LineBlocks(storage, job.rows(model))))
+            job.warm_up(model)
+            process.answer(*blocks)
+            return _received(process, len(blocks), told)
 
     return run_blocks(job, plan, storage, str(out), answer, began)
 
@@ -117,32 +119,23 @@ def run_blocks(
     return counts
 
 
-async def _run(
-    job: BatchJob,
-    model: Model,
-    output: BatchOutput,
-    lines: BlockFormat,
-    blocks: Sequence[BatchBlock],
-    told: Callable[[Mapping[str, Any]], None],
-) -> Counts:
-    server = await DirectServer.start(model, job.settings(model))
-    try:
-        return await run_all(make_runner(job, model, server, output, lines, told), blocks)
-    finally:
-        server.close()
+def _received(process: RowProcess, num_blocks: int, told: Callable[[Counts], None]) -> Counts:
+    """Wait until all blocks are committed; returns the counts of all."""
+    total = Counts()
+    while num_blocks:
+        report = process.receive()
+        if isinstance(report, Progress):
+            told(report.counts)
+        else:
+            total.add_all(report.counts)
+            num_blocks -= 1
+    return total
 
 
-def make_runner(
-    job: BatchJob,
-    model: Model,
-    server: DirectServer,
-    output: BatchOutput,
-    blocks: BlockFormat,
-    told: Callable[[Mapping[str, Any]], None],
-) -> BlockRunner:
-    """What answers blocks by a model in this process."""
+def make_work(job: BatchJob, model: Model, output: BatchOutput, blocks: BlockFormat) -> Work:
+    """What the process of the rows has to know of a batch that a model answers."""
     limit = ROWS_PER_SEQUENCE * model.engine_config.max_num_seqs
-    return BlockRunner(server.answer, job.rows(model), blocks, output, limit, told)
+    return Work(job.settings(model), job.rows(model), blocks, output, limit)
 
 
 def join(output: BatchOutput, blocks: Sequence[BatchBlock], out: Path) -> None:

@@ -149,27 +149,30 @@ async def _unless_failed(waiting: Awaitable[Any], tasks: Iterable[asyncio.Task[N
             raise error
 
 
-async def run_all(runner: BlockRunner, blocks: Iterable[BatchBlock]) -> Counts:
-    """Answer blocks in order: the next one begins when all rows of the one before are under way."""
-    total = Counts()
-    tasks: set[asyncio.Task[Counts]] = set()
+async def run_all(
+    runner: BlockRunner, blocks: asyncio.Queue[BatchBlock], ended: Callable[[BatchBlock, Counts], None]
+) -> None:
+    """Answer blocks in order until this task is cancelled. ``ended`` is called for each block that is committed.
 
-    def collect() -> None:
-        for task in [task for task in tasks if task.done()]:
-            tasks.discard(task)
-            total.add_all(task.result())
+    The next one begins when all rows of the one before are under way. Raises what ends a block.
+    """
+    tasks: dict[asyncio.Task[Counts], BatchBlock] = {}
 
+    async def begin() -> None:
+        block, started = await blocks.get(), asyncio.Event()
+        tasks[asyncio.create_task(runner.run(block, started))] = block
+        await started.wait()
+
+    beginning = asyncio.create_task(begin())
     try:
-        for block in blocks:
-            started = asyncio.Event()
-            tasks.add(asyncio.create_task(runner.run(block, started)))
-            await started.wait()
-            collect()
-        while tasks:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            collect()
+        while True:
+            await asyncio.wait({beginning, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in tasks if task.done()]:
+                ended(tasks.pop(task), task.result())
+            if beginning.done():
+                beginning = asyncio.create_task(begin())
     finally:
+        beginning.cancel()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return total
+        await asyncio.gather(beginning, *tasks, return_exceptions=True)

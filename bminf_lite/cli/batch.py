@@ -113,7 +113,6 @@ def batch(
     require_extra("batch")
     from ..batch.job import BatchJob, LoadOptions
     from ..batch.local import plan_input, run_local
-    from ..batch.rows import usage_of
     from ..batch.storage import LocalStorage
     from ..errors import UsageError
 
@@ -144,7 +143,7 @@ def batch(
                     job,
                     plan,
                     Path(output),
-                    lambda result: told(1, usage_of(result)[1]),
+                    lambda new: told(new.rows, new.new_tokens),
                     lambda done: began(plan.num_rows, done),
                 )
         except KeyboardInterrupt as error:

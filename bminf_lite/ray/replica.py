@@ -1,4 +1,4 @@
-"""The actor of a batch: a model, and the blocks that it answers, several at a time."""
+"""The actor of a batch: a model, the process of its rows, and the blocks that they answer, several at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from ..api import Model
 from ..batch.job import BatchJob
-from ..batch.local import make_runner
+from ..batch.local import make_work
 from ..batch.output import BatchOutput
 from ..batch.plan import BatchBlock
+from ..batch.row_process import Progress, RowProcess
 from ..batch.rows import RowFormat
-from ..batch.runner import BlockFormat, BlockRunner, Counts
-from ..server.direct import DirectServer
+from ..batch.runner import BlockFormat, Counts
 
 
 @dataclass
@@ -28,26 +28,49 @@ class Replica:
     block_rows: int
     make_blocks: Callable[[RowFormat], BlockFormat]
     _counts: Counts = field(default_factory=Counts, init=False)
+    _answering: dict[BatchBlock, asyncio.Future[Counts]] = field(default_factory=dict, init=False)
+    _error: Exception | None = field(default=None, init=False)
 
     async def start(self) -> int:
         """Load the model. Returns the blocks that should be under way, so that the engine never waits for a row.
 
         Those are the blocks of the rows that are under way, and one that ends while the next one begins.
         """
+        self._process = RowProcess()
         self._model: Model = await asyncio.to_thread(self.job.open_model)
-        self._server = await DirectServer.start(self._model, self.job.settings(self._model))
         blocks = self.make_blocks(self.job.rows(self._model))
-        self._runner: BlockRunner = make_runner(
-            self.job, self._model, self._server, self.output, blocks, lambda result: self._counts.add(result)
-        )
-        return -(-self._runner.limit // self.block_rows) + 1
+        work = make_work(self.job, self._model, self.output, blocks)
+        self._process.serve(self._model, work)
+        await asyncio.to_thread(self.job.warm_up, self._model)
+        asyncio.get_running_loop().add_reader(self._process.fileno(), self._receive)
+        return -(-work.limit // self.block_rows) + 1
 
     async def answer(self, block: BatchBlock) -> Counts:
         """Answer the rows of a block that nothing has answered before, and commit the block."""
-        return await self._runner.run(block)
+        if self._error is not None:
+            raise self._error
+        answered = self._answering[block] = asyncio.get_running_loop().create_future()
+        self._process.answer(block)
+        return await answered
 
     async def progress(self, seconds: float) -> Counts:
         """What was answered since the last call, after a pause."""
         await asyncio.sleep(seconds)
         counts, self._counts = self._counts, Counts()
         return counts
+
+    def _receive(self) -> None:
+        """Take a report of the rows' process."""
+        try:
+            report = self._process.receive()
+        except Exception as error:
+            self._error = error
+            asyncio.get_running_loop().remove_reader(self._process.fileno())
+            for answered in self._answering.values():
+                answered.set_exception(error)
+            self._answering.clear()
+            return
+        if isinstance(report, Progress):
+            self._counts.add_all(report.counts)
+        else:
+            self._answering.pop(report.block).set_result(report.counts)

@@ -1,17 +1,15 @@
-"""The server's interfaces for callers in the process of the model, without HTTP: for batches."""
+"""The server's interfaces without HTTP, for batches."""
 
 from __future__ import annotations
 
 import json
 import logging
+import socket
 from typing import Any, NamedTuple
 
-from ..api import Model
 from ..errors import BminfError
 from .client import EngineClient, EngineFailure
-from .engine_server import EngineServer
 from .errors import ApiError, api_error
-from .model_info import model_info, pooling_service
 from .openai import chat, completions, responses
 from .settings import ServerSettings
 from .state import ServerState
@@ -19,7 +17,8 @@ from .state import ServerState
 ENDPOINTS = {module.ENDPOINT.path: module.ENDPOINT for module in (completions, chat, responses)}
 """The interfaces that generate, by path."""
 SECONDS_BETWEEN = 0.1
-"""Seconds between searches for a stop text in the new tokens of a completion."""
+"""Seconds between searches for a stop text in the new tokens of a completion: what the engine's side of the socket
+takes as ``seconds_between``."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,25 +31,19 @@ class DirectAnswer(NamedTuple):
 
 
 class DirectServer:
-    """Answers requests to a model. Made by :meth:`start`, and used in one event loop. :meth:`close` it."""
+    """Answers requests to a model. Made by :meth:`connect`, and used in one event loop. :meth:`close` it."""
 
-    def __init__(self, model: Model, server: EngineServer, client: EngineClient, settings: ServerSettings):
-        self._model = model  # which would close its engine if it were dropped
-        self._server = server
+    def __init__(self, client: EngineClient, settings: ServerSettings):
         self._client = client
         self._state = ServerState(client, settings)
 
     @classmethod
-    async def start(cls, model: Model, settings: ServerSettings) -> DirectServer:
-        """A server of a loaded model."""
-        adapters, pooling = model.adapter_store, pooling_service(model)
-        server = EngineServer(model.engine, model_info(model), adapters=adapters, pooling=pooling)
-        try:
-            client = await EngineClient.connect(server.connect(SECONDS_BETWEEN))
-        except BaseException:
-            server.close()
-            raise
-        direct = cls(model, server, client, settings)
+    async def connect(cls, sock: socket.socket, settings: ServerSettings) -> DirectServer:
+        """A server of the model whose engine is at the other end of a socket; see :meth:`.EngineServer.serve`.
+
+        Raises ``EngineFailure`` if that closes before the first message.
+        """
+        direct = cls(await EngineClient.connect(sock), settings)
         direct._state.warm_up()
         return direct
 
@@ -77,6 +70,5 @@ class DirectServer:
             return DirectAnswer(failed.status, json.loads(failed.body()))
 
     def close(self) -> None:
-        """Cancel what runs. The model stays loaded."""
+        """Cancel what runs."""
         self._client.close()
-        self._server.close()

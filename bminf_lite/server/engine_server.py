@@ -144,8 +144,13 @@ class EngineServer:
     def connect(self, seconds_between: float = 0.0) -> socket.socket:
         """A new connection; returns the end that a client reads. ``seconds_between`` is :class:`.Connection`'s."""
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        connection = Connection(ours, self.wake, seconds_between)
+        self.serve(ours, seconds_between)
+        return theirs
+
+    def serve(self, sock: socket.socket, seconds_between: float = 0.0) -> None:
+        """Serve the client at the other end of a socket; see :meth:`connect`."""
+        sock.setblocking(False)
+        connection = Connection(sock, self.wake, seconds_between)
         with self._lock:
             self._connections.append(connection)
             connection.send(self._info)
@@ -154,7 +159,6 @@ class EngineServer:
             if self._is_ready:
                 connection.send(Ready())
         self.wake()
-        return theirs
 
     def set_ready(self) -> None:
         """Tell all clients that the engine is warm."""

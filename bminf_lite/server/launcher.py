@@ -73,6 +73,14 @@ class _Failed:
     error: BaseException
 
 
+def python_command(module: str) -> list[str]:
+    """The command of a process that runs ``main`` of a module of this package.
+
+    It imports from this process's ``sys.path``, whatever its environment and working directory hold.
+    """
+    return [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"]
+
+
 class _HttpProcess:
     """One HTTP process; ``on_exit`` is called in a thread when it has ended."""
 
@@ -84,12 +92,10 @@ class _HttpProcess:
         on_exit: Callable[[_HttpProcess], None],
     ):
         self.listener = listener
-        # -I: the process imports from this one's sys.path, whatever its environment and working directory hold.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from bminf_lite.server.http_process import main; main()"
         fds = engine.fileno(), listener.fileno()
         with engine:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", code, *map(str, fds)], stdin=subprocess.PIPE, pass_fds=fds
+                [*python_command("bminf_lite.server.http_process"), *map(str, fds)], stdin=subprocess.PIPE, pass_fds=fds
             )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:

@@ -40,7 +40,7 @@ from .front import (
     FrontSettings,
     Ports,
 )
-from .launcher import default_http_workers
+from .launcher import default_http_workers, python_command
 from .limits import Limits
 from .listener import Listener
 from .protocol import FrameReader, frame
@@ -345,16 +345,13 @@ class Fronts:
 
     async def keep(self, listener: socket.socket) -> None:
         """Run a front process for a socket, and start another whenever it ends, until the server ends."""
-        # -I: the process imports from this one's sys.path, whatever its environment and working directory hold.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from bminf_lite.server.front import main; main()"
         settings = FrontSettings(self.limits, tuple(self.key_digests), len(self.replicas.replicas), self.count)
         while not self.replicas.ends.is_set():
             ours, theirs = socket.socketpair()
             with theirs:
                 fds = theirs.fileno(), listener.fileno()
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-I", "-c", code, *map(str, fds), stdin=asyncio.subprocess.PIPE, pass_fds=fds
-                )
+                command = [*python_command("bminf_lite.server.front"), *map(str, fds)]
+                process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, pass_fds=fds)
             link = _FrontLink(self.replicas)
             await asyncio.get_running_loop().create_connection(partial(_itself, link), sock=ours)
             self._links[link] = process

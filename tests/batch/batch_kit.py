@@ -39,7 +39,7 @@ def run(
 ) -> Counts:
     """Run a batch on this machine."""
     plan, wanted = plan_input(LocalStorage(), str(rows), BatchJob(str(model), load, **job), block_rows)
-    return run_local(wanted, plan, out, told or (lambda result: None))
+    return run_local(wanted, plan, out, told or (lambda counts: None))
 
 
 def journal_rows(out: Path) -> dict[int, Any]:

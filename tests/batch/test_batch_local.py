@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from adapter_files import random_adapter
 from batch_kit import CPU, journal_rows, prompts, read_rows, run, write_rows
@@ -23,6 +23,7 @@ from embedding_kit import write_encoder
 
 import bminf_lite
 from bminf_lite.batch import job as jobs
+from bminf_lite.batch.runner import Counts
 from bminf_lite.errors import BminfError, UsageError
 
 PROGRAM = "import sys; from bminf_lite.cli import main; main(sys.argv[1:])"
@@ -51,21 +52,38 @@ def test_rows_come_out_in_order_with_what_they_had(int8, rows, tmp_path, expecte
     assert names[:2] == ["batch.json", "rows-000000000000-000000000007.jsonl"] and len(names) == 8
 
 
-def test_an_interrupted_batch_goes_on_and_repeats_no_finished_row(int8, rows, tmp_path, expected):
-    told: list[object] = []
+def test_an_interrupted_batch_goes_on_and_repeats_no_finished_row(int8, tmp_path):
+    rows, out = write_rows(tmp_path / "in.jsonl", prompts(400, tokens=20)), tmp_path / "out"
+    told = Counts()
 
-    def interrupt(result: object) -> None:
-        told.append(result)
-        if len(told) == 21:
-            raise KeyboardInterrupt
+    def interrupt(counts: Counts) -> None:
+        told.add_all(counts)
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(int8, rows, tmp_path / "out", told=interrupt)
-    assert list((tmp_path / "out").glob(".*.journal"))
-    counts = run(int8, rows, tmp_path / "out")
-    assert counts.rows <= 50 - 21  # rows that ended while the run ended count too
-    assert [row["generated_text"] for row in read_rows(tmp_path / "out")] == expected
-    assert not list((tmp_path / "out").glob(".*"))
+        run(int8, rows, out, block_rows=400, told=interrupt)
+    kept = journal_rows(out)
+    assert 0 < told.rows <= len(kept) < 400  # rows that ended while the run ended count too
+    assert run(int8, rows, out, block_rows=400).rows == 400 - len(kept)
+    found = read_rows(out)
+    assert [row["id"] for row in found] == list(range(400))
+    assert all(found[index]["generated_text"] == result["generated_text"] for index, result in kept.items())
+    assert not list(out.glob(".*"))
+
+
+def test_the_end_of_the_process_of_the_rows_is_an_error_and_loses_nothing(int8, tmp_path):
+    rows, out = write_rows(tmp_path / "in.jsonl", prompts(400, tokens=20)), tmp_path / "out"
+
+    def kill(counts: Counts) -> None:
+        for child in psutil.Process().children():
+            if any("row_process" in word for word in child.cmdline()):
+                child.kill()
+
+    with pytest.raises(BminfError, match="has ended with -9; what is finished is kept"):
+        run(int8, rows, out, block_rows=400, told=kill)
+    kept = journal_rows(out)
+    assert run(int8, rows, out, block_rows=400).rows == 400 - len(kept) < 400
+    assert [row["id"] for row in read_rows(out)] == list(range(400))
 
 
 def test_a_kill_while_a_complete_batch_is_tidied_up_costs_no_answer(int8, rows, tmp_path, expected, monkeypatch):
@@ -180,21 +198,16 @@ def test_a_row_with_more_completions_than_the_queue_takes_waits_for_others(int8,
     assert found[-1]["error"]["code"] == "queue_full"
 
 
-def test_a_full_disk_ends_the_batch_and_loses_nothing(int8, rows, tmp_path, monkeypatch, expected):
-    write, left = os.write, 3000
-
-    def full(descriptor: int, content: bytes) -> int:
-        nonlocal left
-        if left < len(content):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        left -= len(content)
-        return write(descriptor, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("bminf_lite.batch.output.os.write", full)
-        with pytest.raises(BminfError, match="No space left on device; what is finished is kept"):
-            run(int8, rows, tmp_path / "out")
-    counts = run(int8, rows, tmp_path / "out")
+def test_a_full_disk_ends_the_batch_and_loses_nothing(int8, rows, tmp_path, expected):
+    """A bound on the size of files, as a quota would be."""
+    bound = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, bound[1]))
+        with pytest.raises(BminfError, match="File too large; what is finished is kept"):
+            run(int8, rows, tmp_path / "out", block_rows=50)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, bound)
+    counts = run(int8, rows, tmp_path / "out", block_rows=50)
     assert 0 < counts.rows < 50
     assert [row["generated_text"] for row in read_rows(tmp_path / "out")] == expected
 
@@ -250,7 +263,7 @@ def test_a_batch_that_failed_before_its_first_row_gives_way_to_another(int8, row
 
 
 def test_one_process_at_a_time_writes_to_a_folder(int8, rows, tmp_path):
-    def second(result: object) -> None:
+    def second(counts: Counts) -> None:
         with pytest.raises(UsageError, match="another process"):
             run(int8, rows, tmp_path / "out")
 
