@@ -7,8 +7,8 @@
 processes of their own, each over its own connection. Prompts are random token ids, with another salt in each run, so
 that none is in the cache; a shorter run comes before those that count. ``batch``: the rows of a file of the same
 prompts, answered by what ``bminf-lite batch`` runs, beside the same requests given to the same loaded model at once, as
-``bench --offline`` does, each ``--runs`` times in turn. The time of a batch is that from the loaded model to the last
-row's answer.
+``bench --offline`` does, each ``--runs`` times in turn. The time of a batch is that from the model that is loaded and
+warm to the last block's file. The process of the rows prepares itself meanwhile, as it does while a model is loaded.
 
 Each run prints a line of JSON with the tokens per second of all requests, and each part the ratio of medians; a run of
 ``served`` also how many requests each replica has answered, and the microseconds of processor time that a request took
@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -49,7 +49,7 @@ from measure_server import write_tokenizer
 from bminf_lite.api import Model
 from bminf_lite.batch.job import BatchJob, LoadOptions
 from bminf_lite.batch.local import plan_input, run_local
-from bminf_lite.batch.rows import usage_of
+from bminf_lite.batch.runner import Counts
 from bminf_lite.batch.storage import LocalStorage
 from bminf_lite.bench.model import read_shape
 from bminf_lite.bench.serving import Load, run_load
@@ -214,37 +214,45 @@ def measure_served(folder: Path, requests: Requests, options: argparse.Namespace
 
 @dataclass(frozen=True)
 class TimedJob(BatchJob):
-    """A batch whose model is there already, and stays."""
+    """A batch whose model is there already, and stays. ``beside`` is called where a model would be warmed up."""
 
     loaded: Model | None = None
+    beside: Callable[[], None] = lambda: None
 
-    def open_model(self) -> Model:
+    @contextmanager
+    def open_model(self) -> Iterator[Model]:  # type: ignore[override]
         assert self.loaded is not None
-        return self.loaded
+        yield self.loaded
+
+    def warm_up(self, model: Model) -> None:
+        self.beside()
 
 
 def measure_batch(folder: Path, requests: Requests, options: argparse.Namespace) -> None:
     load = Load(requests.count, requests.inputs, requests.outputs)
     rates: dict[str, list[float]] = {"offline": [], "batch": []}
-    for number in range(options.runs):
-        job = BatchJob(str(folder), LoadOptions(options.device, kv_cache=options.kv_cache))
-        with job.open_model() as model:
-            warm_up_load(model, load)
-            seconds = run_load(model, load).seconds
-            rates["offline"].append(load.requests * load.output_tokens / seconds)
+    job = BatchJob(str(folder), LoadOptions(options.device, kv_cache=options.kv_cache))
+    with job.open_model() as model:
+        warm_up_load(model, load)
+        for number in range(options.runs):
+            started, ended, tokens = 0.0, 0.0, 0
+
+            def offline() -> None:
+                nonlocal started
+                rates["offline"].append(run_load(model, load).output_rate)
+                started = time.perf_counter()
+
+            def told(counts: Counts) -> None:
+                nonlocal ended, tokens
+                ended, tokens = time.perf_counter(), tokens + counts.new_tokens
+
             rows = folder.parent / "rows.jsonl"
             rows.write_text("".join(json.dumps(body) + "\n" for body in requests.bodies(f"batch-{number}")))
-            plan, timed = plan_input(LocalStorage(), str(rows), TimedJob(job.model, job.load, loaded=model))
-            ended, tokens = 0.0, 0
-
-            def told(result: Any) -> None:
-                nonlocal ended, tokens
-                ended, tokens = time.perf_counter(), tokens + usage_of(result)[1]
-
-            started = time.perf_counter()
-            counts = run_local(timed, plan, folder.parent / f"answers-{number}.jsonl", told)
+            timed = TimedJob(job.model, job.load, loaded=model, beside=offline)
+            plan, wanted = plan_input(LocalStorage(), str(rows), timed)
+            counts = run_local(wanted, plan, folder.parent / f"answers-{number}.jsonl", told)
             rates["batch"].append(tokens / (ended - started))
-        say(part="batch", **{kind: round(own[-1], 1) for kind, own in rates.items()}, errors=counts.errors)
+            say(part="batch", **{kind: round(own[-1], 1) for kind, own in rates.items()}, errors=counts.errors)
     say(part="batch", ratio=round(median(rates["batch"]) / median(rates["offline"]), 4))
 
 

@@ -5,40 +5,24 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..api import Model
 from ..errors import BminfError, UsageError
 from .job import BatchJob, is_openai
+from .line_blocks import LineBlocks
 from .output import BatchOutput
 from .plan import BLOCK_ROWS, JSONL, BatchBlock, Plan, plan_lines, read_lines
-from .row_process import Progress, RowProcess, Work
-from .rows import Row, RowFormat, encode
+from .row_process import RowProcess
+from .row_worker import Progress, Work
 from .runner import ROWS_PER_SEQUENCE, BlockFormat, Counts
 from .storage import LocalStorage, Storage
 
 BLOCKS = ".blocks"
 """What is added to the name of an output file for the folder of its blocks."""
-
-
-@dataclass(frozen=True)
-class LineBlocks:
-    """Blocks of JSON lines."""
-
-    storage: Storage
-    rows: RowFormat
-
-    def read(self, block: BatchBlock) -> list[Row]:
-        """See :meth:`.BlockFormat.read`."""
-        return read_lines(self.storage, block)
-
-    def encode(self, block: BatchBlock, rows: Sequence[tuple[Row, Mapping[str, Any]]]) -> bytes:
-        """See :meth:`.BlockFormat.encode`."""
-        return b"".join(encode(self.rows.output(row, result)) + b"\n" for row, result in rows)
 
 
 def plan_input(storage: Storage, path: str, job: BatchJob, block_rows: int = BLOCK_ROWS) -> tuple[Plan, BatchJob]:

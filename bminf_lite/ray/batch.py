@@ -14,7 +14,8 @@ from typing import Any
 import ray
 
 from ..batch.job import BatchJob
-from ..batch.local import LineBlocks, plan_input, run_blocks
+from ..batch.line_blocks import LineBlocks
+from ..batch.local import plan_input, run_blocks
 from ..batch.output import BatchOutput
 from ..batch.plan import BLOCK_ROWS, BatchBlock, Plan
 from ..batch.runner import Counts

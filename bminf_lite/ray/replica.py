@@ -11,7 +11,8 @@ from ..batch.job import BatchJob
 from ..batch.local import make_work
 from ..batch.output import BatchOutput
 from ..batch.plan import BatchBlock
-from ..batch.row_process import Progress, RowProcess
+from ..batch.row_process import RowProcess
+from ..batch.row_worker import Progress
 from ..batch.rows import RowFormat
 from ..batch.runner import BlockFormat, Counts
 

@@ -76,7 +76,7 @@ def test_the_end_of_the_process_of_the_rows_is_an_error_and_loses_nothing(int8, 
 
     def kill(counts: Counts) -> None:
         for child in psutil.Process().children():
-            if any("row_process" in word for word in child.cmdline()):
+            if any("row_worker" in word for word in child.cmdline()):
                 child.kill()
 
     with pytest.raises(BminfError, match="has ended with -9; what is finished is kept"):

@@ -58,6 +58,11 @@ def replicas_of(node: Any) -> list[psutil.Process]:
     return [p for p in psutil.Process(raylet).children(recursive=True) if _is_replica(p)]
 
 
+def rows_process_of(replica: psutil.Process) -> psutil.Process | None:
+    """The process of a replica's rows, if it has started."""
+    return next((p for p in replica.children() if "row_worker" in " ".join(p.cmdline())), None)
+
+
 def _is_replica(process: psutil.Process) -> bool:
     try:
         return "Replica" in " ".join(process.cmdline())

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray")
 
 from batch_kit import journal_rows, read_rows, write_rows
-from ray_kit import DEMO, finish, kill, kill_node, ray_cluster, replicas_of, start_batch, wait_for
+from ray_kit import DEMO, finish, kill, kill_node, ray_cluster, replicas_of, rows_process_of, start_batch, wait_for
 
 from bminf_lite.batch.job import BatchJob, LoadOptions
 from bminf_lite.batch.local import plan_input, run_local
@@ -104,14 +104,15 @@ def test_a_full_disk_loses_nothing_and_a_poison_row_fails_alone(tmp_path, expect
 
 
 def limit_files(nodes: Sequence[Any], size: int) -> None:
-    """Bound the files of the nodes' replicas, which load their models: a write beyond the bound fails.
+    """Bound the files of the replicas' rows, while the models are loaded: a write beyond the bound fails.
 
     The first that fails ends the others, so all are there before any has a bound.
     """
-    wait_for(lambda: all(map(replicas_of, nodes)))
+    wait_for(lambda: all(replicas_of(node) and rows_process_of(replicas_of(node)[0]) for node in nodes))
     for node in nodes:
-        [replica] = replicas_of(node)
-        resource.prlimit(replica.pid, resource.RLIMIT_FSIZE, (size, size))
+        process = rows_process_of(replicas_of(node)[0])
+        assert process is not None
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
 
 
 def test_parquet_and_a_store_without_appending(cluster, tmp_path):
