@@ -76,8 +76,9 @@ class RowProcess:
         """End the process. It finishes what it is writing. May be called again."""
         self._pipe.close()
         try:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_SECONDS)
+            if self._server is not None:  # otherwise it has nothing to write
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_SECONDS)
         finally:
             self._process.kill()
             self._process.wait()
