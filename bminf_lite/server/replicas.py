@@ -315,9 +315,11 @@ async def _serve(replicas: Replicas, listener: Listener, settings: ServerSetting
     fronts = Fronts(replicas, settings.limits, settings.security.key_digests, len(listener.sockets))
     keepers = [asyncio.create_task(replicas.keep(replica)) for replica in replicas.replicas]
     keepers += [asyncio.create_task(fronts.keep(sock)) for sock in listener.sockets]
+    ends = asyncio.create_task(replicas.ends.wait())
     try:
-        await replicas.ends.wait()
+        await asyncio.wait([ends, *keepers], return_when=asyncio.FIRST_COMPLETED)  # a keeper ends first if it fails
     finally:
+        replicas.ends.set()
         listener.close()
         await fronts.stop(seconds)
         await replicas.stop(seconds)
@@ -351,7 +353,13 @@ class Fronts:
             with theirs:
                 fds = theirs.fileno(), listener.fileno()
                 command = [*python_command("bminf_lite.server.front"), *map(str, fds)]
-                process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, pass_fds=fds)
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *command, stdin=asyncio.subprocess.PIPE, pass_fds=fds
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
             link = _FrontLink(self.replicas)
             await asyncio.get_running_loop().create_connection(partial(_itself, link), sock=ours)
             self._links[link] = process

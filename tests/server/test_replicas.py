@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,11 @@ from bminf_lite.server import launcher, replica_client
 from bminf_lite.server.front import Front, beginning_of
 from bminf_lite.server.http_process import within_open_files
 from bminf_lite.server.limits import DEFAULT_LIMITS
+from bminf_lite.server.listener import Address, Listener
 from bminf_lite.server.replica_client import ReplicaFailed
-from bminf_lite.server.replicas import Replica, Replicas, replica_commands, together
+from bminf_lite.server.replicas import Replica, Replicas, replica_commands, serve_replicas, together
 from bminf_lite.server.security import digests
+from bminf_lite.server.settings import ServerSettings
 
 
 def group(count: int, keys: Sequence[bytes] = ()) -> tuple[Replicas, Front]:
@@ -163,6 +166,27 @@ def test_the_devices_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replica_devices("auto", 2) == ["cpu"] * 2
     with pytest.raises(NoDriverError):
         replica_devices("cuda", 2)
+
+
+@pytest.mark.parametrize("refused", ["front", "replica"])
+def test_a_process_that_cannot_be_started_ends_the_server(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def refuse(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        if ("-I" in command) == (refused == "front"):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await start(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    listener = Listener(Address("127.0.0.1", 0), 1)
+    with pytest.raises(BlockingIOError):
+        serve_replicas(
+            [[sys.executable, "-c", "import time; time.sleep(60)"]],
+            listener,
+            ServerSettings(("model",)),
+            1.0,
+            lambda message: None,
+        )
 
 
 def test_replicas_that_keep_ending_end_the_server() -> None:
