@@ -51,6 +51,7 @@ SIZES = {
     "expert_shared_count": 0,
     "interleave_moe_layer_step": 1,
     "moe_latent_size": 0,
+    "kda.head_dim": 1,
     "attention.q_lora_rank": 0,
     "attention.kv_lora_rank": 1,
     "attention.key_length_mla": 0,

@@ -38,12 +38,12 @@ class Converted:
     ``fixed`` are values that the converter drops because all models have them. ``permuted``: the rows of query and key
     of each head alternate between its halves, as in Meta's LLaMA. ``grouped_qkv``: query, key and value of a fused
     matrix are one after another instead of head by head. ``norm_offset``: 1 is added to the weights of norms.
-    ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``, and ``rows`` ends of names of
-    vectors that it stores ``[1, size]``. ``required`` are further keys that a file must have. ``renamed`` are parts of
-    Hugging Face's names that a file has under another name than the package ``gguf`` says, and ``joined`` those of
-    matrices whose rows a file has as several tensors. ``tensors`` has whole names of tensors in a layer, and ``unread``
-    says which tensors no model of Hugging Face has. ``further`` adds to the configuration, and may take one of
-    ``others`` as the ``model_type``.
+    ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``, and ``shapes`` has ends of
+    names of tensors that it stores in another shape, with -1 for the size that follows. ``required`` are further keys
+    that a file must have. ``renamed`` are parts of Hugging Face's names that a file has under another name than the
+    package ``gguf`` says, and ``joined`` those of matrices whose rows a file has as several tensors. ``tensors`` has
+    whole names of tensors in a layer, and ``unread`` says which tensors no model of Hugging Face has. ``further`` adds
+    to the configuration, and may take one of ``others`` as the ``model_type``.
     """
 
     model_type: str
@@ -58,7 +58,7 @@ class Converted:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tiled: bool = False
     drafts: bool = False
-    rows: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
     unread: Callable[[GgufHeader], set[str]] | None = None

@@ -1,5 +1,7 @@
 """Architectures with latent attention: DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Youtu-LLM share a name.
 
+Kimi Linear has it in some layers.
+
 llama.cpp's converter writes the matrix that gives keys and values of a latent as two, with a matrix for each head: that
 of keys ``[heads, rank, key size]``, and that of values ``[heads, value size, rank]``. Older files have it whole.
 """
@@ -15,7 +17,7 @@ from ..errors import CheckpointError
 from . import recurrent
 from .converted import COMMON, RMS, Converted
 from .header import GgufHeader
-from .mixtures import CORRECTION_BIAS, GROUPS, ROUTED, SIGMOID, SOFTMAX, leading, routed, without_drafting
+from .mixtures import CORRECTION_BIAS, GROUPS, NEEDED, ROUTED, SIGMOID, SOFTMAX, leading, routed, without_drafting
 from .rope import shortest
 
 KEYS_OF_LATENT, VALUES_OF_LATENT = "attn_k_b", "attn_v_b"
@@ -68,6 +70,17 @@ def _deepseek2(header: GgufHeader, config: dict[str, Any]) -> None:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
 
 
+def _kimi_linear(header: GgufHeader, config: dict[str, Any]) -> None:
+    """Kimi Delta Attention where a layer has no key-value heads, and latent attention without a rotation elsewhere."""
+    has_attention = recurrent.layers_with_attention(header, config)
+    config["layer_types"] = ["full_attention" if one else "linear_attention" for one in has_attention]
+    latent(header, config)
+    config["linear_num_heads"] = config["num_attention_heads"]
+    leading(header, config)
+    routed(header, config)
+    del config["norm_topk_prob"]
+
+
 def order_of_heads(header: GgufHeader, parts: Sequence[str]) -> np.ndarray | None:
     """The rows of the two matrices of :data:`KEYS_OF_LATENT` and :data:`VALUES_OF_LATENT`, as each head has them.
 
@@ -95,5 +108,25 @@ LATENT: dict[str, Converted] = {
         drafts=True,
         others=("deepseek_v2", "youtu"),
         further=_deepseek2,
+    ),
+    "kimi-linear": Converted(
+        "kimi_linear",
+        {key: name for key, name in LATENT_KEYS.items() if key != "rope.freq_base"}
+        | RMS
+        | ROUTED
+        | {
+            "context_length": "model_max_length",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_token",
+            "expert_shared_count": "num_shared_experts",
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "kda.head_dim": "linear_head_dim",
+        },
+        {"moe_renormalize": True},
+        required=("attention.kv_lora_rank", "rope.dimension_count", "ssm.conv_kernel", "kda.head_dim", *NEEDED),
+        transposed=(f".{KEYS_OF_LATENT}.",),
+        joined={"self_attn.kv_b_proj": (KEYS_OF_LATENT, VALUES_OF_LATENT)},
+        shapes={".ssm_a": (1, 1, -1, 1)},
+        further=_kimi_linear,
     ),
 }

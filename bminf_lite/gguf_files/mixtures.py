@@ -87,6 +87,13 @@ def windows_by_period(header: GgufHeader, config: dict[str, Any]) -> None:
     config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
 
 
+def _granite_moe(header: GgufHeader, config: dict[str, Any]) -> None:
+    """A size of a shared expert tells that there is one."""
+    granite(header, config)
+    if config.get("shared_intermediate_size"):
+        config["model_type"] = "granitemoeshared"
+
+
 def _gpt_oss(header: GgufHeader, config: dict[str, Any]) -> None:
     """YaRN's bounds are not rounded, which a file does not say."""
     biases(header, config)
@@ -187,11 +194,18 @@ MIXTURES: dict[str, Converted] = {
     ),
     "granitemoe": Converted(
         "granitemoe",
-        COMMON | RMS | GRANITE | recurrent.EXPERTS | {"expert_count": "num_local_experts"},
+        COMMON
+        | RMS
+        | GRANITE
+        | recurrent.EXPERTS
+        | {"expert_count": "num_local_experts", "expert_shared_feed_forward_length": "shared_intermediate_size"},
         {},
         permuted=True,
         required=tuple(recurrent.EXPERTS),
-        further=granite,
+        renamed={"shared_mlp.output_linear": "ffn_down"},
+        joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up")},
+        others=("granitemoeshared",),
+        further=_granite_moe,
     ),
     "gpt-oss": Converted(
         "gpt_oss",
@@ -253,7 +267,7 @@ MIXTURES: dict[str, Converted] = {
         },
         {},
         required=(*NEEDED, "leading_dense_block_count", "interleave_moe_layer_step"),
-        rows=(CORRECTION_BIAS,),
+        shapes={CORRECTION_BIAS: (1, -1)},
         further=_ernie4_5_moe,
     ),
     "llama4": Converted(

@@ -7,6 +7,7 @@ leaves out or adds sizes of 1.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,15 @@ NEMOTRON_EXPERTS = {
 _REMEDY = "migrate the model's Hugging Face folder instead"
 
 
+_CONVOLUTIONS_OF_KDA = tuple(f".ssm_conv1d_{one}.weight" for one in "qkv")
+
+
 def hugging_face_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that Hugging Face has for the tensor ``name`` of a file, where it has ``shape``."""
     if name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
         return (1, *shape)
+    if name.endswith(_CONVOLUTIONS_OF_KDA) and len(shape) > 2:
+        return (math.prod(shape[:-1]), 1, shape[-1])
     if len(shape) != 2:
         return shape
     if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")):

@@ -151,8 +151,8 @@ def hugging_face_shape(header: GgufHeader, name: str) -> tuple[int, ...]:
         *heads, rows, columns = shape
         rows, columns = (columns, rows) if is_swapped else (rows, columns)
         return (math.prod(heads) * rows, columns)
-    if len(shape) == 1 and name.endswith(converted(header).rows):
-        return (1, *shape)
+    if (given := next((to for end, to in converted(header).shapes.items() if name.endswith(end)), None)) is not None:
+        return tuple(math.prod(shape) if size == -1 else size for size in given)
     return recurrent.hugging_face_shape(name, shape)
 
 

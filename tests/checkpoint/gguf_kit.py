@@ -28,11 +28,12 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "granitemoeshared": "granitemoe",
 }
 """Names in GGUF that are not the ``model_type``, of families that :mod:`gguf_mixtures` does not have."""
 PERMUTED = (
     "llama", "olmo", "arcee", "granite", "smollm3", "ministral3", "granitemoe", "granitemoehybrid", "nemotron_h",
-    "mixtral",
+    "granitemoeshared", "mixtral",
 )  # fmt: skip
 RECURRENT = (
     "falcon_h1",
@@ -43,6 +44,7 @@ RECURRENT = (
     "qwen3_moe",
     "qwen3_next",
     "granitemoe",
+    "granitemoeshared",
     "qwen3_5_text",
     "qwen3_5_moe_text",
 )

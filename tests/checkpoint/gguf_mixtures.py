@@ -27,10 +27,20 @@ FAMILIES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "youtu": "deepseek2",
+    "kimi_linear": "kimi-linear",
 }
 """Names in GGUF."""
 SOFTMAX, SIGMOID = 1, 2
-WITH_SIGMOIDS = ("glm4_moe", "dots1", "minimax_m2", "afmoe", "exaone_moe", "deepseek_v3", "glm4_moe_lite")
+WITH_SIGMOIDS = (
+    "glm4_moe",
+    "dots1",
+    "minimax_m2",
+    "afmoe",
+    "exaone_moe",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_linear",
+)
 WITH_FACTORS = (*WITH_SIGMOIDS, "deepseek_v2")
 
 
@@ -41,8 +51,9 @@ def _part(config: Any, kind: type) -> Any:
 def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The metadata of a model, whose ``config.json`` is ``given``."""
     model_type, rope = given["model_type"], given.get("rope_parameters") or {}
-    mixer, experts = parts_of(config.layer_parts[0])[0], _part(config, ExpertsPart)
-    rotary = next(part.rotary for layer in config.layer_parts for part in parts_of(layer)[:1] if part.rotary)
+    mixer = _part(config, LatentAttentionPart) or parts_of(config.layer_parts[0])[0]
+    experts, mixers = _part(config, ExpertsPart), (parts_of(layer)[0] for layer in config.layer_parts)
+    rotary = next(rotary for part in mixers if (rotary := getattr(part, "rotary", None)))
     found: dict[str, Any] = {
         "embedding_length": config.hidden_size,
         "block_count": config.num_layers,
@@ -87,6 +98,10 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             found["expert_shared_count"] = experts.shared.inner_size // experts.inner_size
         if router.num_groups > 1:
             found |= {"expert_group_count": router.num_groups, "expert_group_used_count": router.top_groups}
+    if model_type == "kimi_linear":
+        kinds = (parts_of(layer)[0] for layer in config.layer_parts)
+        found["attention.head_count_kv"] = [int(isinstance(kind, LatentAttentionPart)) for kind in kinds]
+        del found["expert_weights_norm"]
     if model_type == "minimax_m2":
         for key in ("leading_dense_block_count", "expert_shared_count", "expert_weights_scale", "expert_weights_norm"):
             found.pop(key, None)
@@ -127,6 +142,10 @@ FURTHER: dict[str, Any] = {
         "feed_forward_length": given["intermediate_size_mlp"],
         "interleave_moe_layer_step": given.get("interleave_moe_layer_step", 1),
     },
+    "kimi_linear": lambda given: {
+        "kda.head_dim": given["linear_attn_config"]["head_dim"],
+        "ssm.conv_kernel": given["linear_attn_config"]["short_conv_kernel_size"],
+    },
     "afmoe": lambda given: {
         "attention.sliding_window": given["sliding_window"],
         "attention.sliding_window_pattern": given["global_attn_every_n_layers"],
@@ -165,6 +184,12 @@ def convert(
         return
     if name.endswith((".mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")):
         values = values[0]
+    if "_conv1d" in name:
+        values = values.reshape(1, len(values), 1, -1)
+    if name.endswith(".A_log"):
+        values = -np.exp(values)
+    if name.endswith(".dt_bias"):
+        name = name.removesuffix(".dt_bias") + ".dt_proj.bias"
     if name.endswith(".sinks"):
         name += ".weight"
     for old, new in ((".e_score_correction_bias", ".e_score_correction.bias"), (".expert_bias", ".expert_bias.bias")):

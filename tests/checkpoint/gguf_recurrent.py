@@ -113,6 +113,8 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             "residual_scale": float(given.get("residual_multiplier", 1.0)),
             "logit_scale": float(given.get("logits_scaling", 1.0)),
         }
+    if given["model_type"] == "granitemoeshared":
+        found["expert_shared_feed_forward_length"] = given["shared_intermediate_size"]
     if given["model_type"] == "granitemoehybrid":
         found |= {
             "rope.scaling.finetuned": attention.rotary is not None,

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe, biases": ("qwen3_moe", "biases, tied", {}),
     "granitemoe": ("granitemoe", "plain weights", {}),
     "granitemoe, multipliers": ("granitemoe", "multipliers, biases, tied", {}),
+    "granitemoeshared": ("granitemoeshared", "plain weights", {}),
     "lfm2": ("lfm2", "two kinds", {}),
     "lfm2, biases": ("lfm2", "untied, biases", {}),
     "lfm2, older keys": ("lfm2", "older keys", {}),
@@ -154,7 +155,7 @@ def test_halves_of_a_matrix_are_read_in_any_type_and_in_any_part(kind: str, tmp_
         ("qwen3_5_text", {"nextn_predict_layers": 3}, "nextn_predict_layers is 3 of block_count layers"),
         ("qwen3_5_text", {"full_attention_interval": 0}, "does not say which layers have attention"),
         ("qwen3_5_text", {"ssm.group_count": 3}, "qwen35.ssm.time_step_rank"),
-        ("granitemoe", {"expert_shared_feed_forward_length": 40}, "would change the results and is not read"),
+        ("granitemoe", {"expert_shared_feed_forward_length": 40}, "shared_mlp"),
         ("qwen3_next", {"ssm.group_count": 2**24, "ssm.time_step_rank": 2**24, "ssm.inner_size": 2**24}, "problems"),
         (
             "qwen3_5_text",
