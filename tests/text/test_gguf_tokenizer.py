@@ -173,6 +173,7 @@ def test_every_expression_keeps_the_text(name: str) -> None:
         ("qwen35", "getUserName| DON|'T| |1|2|3|4|5|日本語x| (|x|/y|);\n"),
         ("seed-coder", "getUserName| DON|'T| |1|2|3|4|5|日本語x| (|x|/y|);|\n"),
         ("deepseek-coder", "getUserName| DON|'|T| |1|2|3|4|5|日本語|x| (|x|/|y|);|\n"),
+        ("deepseek-llm", "getUserName| DON|'|T| |12345|日本語|x| (|x|/|y|);|\n"),
         ("bloom", "getUserName| DON'T| 12345日本語x| (|x/y|)|;|\n"),
     ],
 )
