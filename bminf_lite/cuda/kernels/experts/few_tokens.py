@@ -49,6 +49,8 @@ The successor's first loads would only delay its own then. Microseconds of a lay
 late and with an early successor: Qwen3-30B-A3B, with 1 pipeline, 53.0 and 54.3; Qwen3.6-35B-A3B, with 1.1, 98.5 and
 99.8; but gpt-oss-20b, with 2.7, 112.6 and 111.4.
 """
+BESIDE = 4 << 10
+"""Bytes of shared memory for the static part of a block of each product, and what the driver reserves for one more."""
 PAIRS_OF_EXPERTS = 1 / 8
 """Several tokens are taken while they have at most this many pairs for each expert: few pairs share an expert then.
 
@@ -158,6 +160,7 @@ class FewTokens:
         scales: cp.ndarray,
         weight: ExpertMatrices,
         activation: ExpertActivation,
+        down: ExpertMatrices,
         out: cp.ndarray,
         shared: SharedExpertWeights | None = None,
         side: PairSide | None = None,
@@ -168,6 +171,10 @@ class FewTokens:
         -> ``out`` fp16 ``[T * top_k, features]``. With a ``shared`` expert of ``parts`` parts each token has ``top_k +
         parts`` rows, of which the last are those of the shared expert. A ``side`` product, of pairs in their own order,
         is added to each.
+
+        Where the router's kernel has a block on an SM, there may be no room for one of these, which then shares
+        another SM with its like. So a block requests half of an SM's shared memory, if one of the second product, by
+        ``down``, fits beside it.
         """
         tokens, spec = len(logits), router.spec
         pairs = len(out)
@@ -184,6 +191,9 @@ class FewTokens:
             4 if side is None else 8,
             weight.pitch,
         )
+        room = plan.shared
+        if side is None and self._launcher.has_clusters and self._fits_beside(tokens, pairs, down):
+            room = max(room, self._launcher.half_shared)
         plan.kernel(
             plan.grid,
             FEW_THREADS,
@@ -205,7 +215,7 @@ class FewTokens:
                 *clamp_arguments(activation),
                 plan.scratch,
             ),
-            plan.shared,
+            room,
             self._launcher.stream,
             True,
             None,
@@ -290,6 +300,12 @@ class FewTokens:
             _bytes_read(weight, tokens * spec.top_k, shared.down if shared else None) + nbytes_of(hidden, out),
         )
         _one_block_per_sm(step)
+
+    def _fits_beside(self, tokens: int, pairs: int, down: ExpertMatrices) -> bool:
+        """Whether a block of the second product fits an SM beside a block with half of its shared memory."""
+        rows = pairs * share_of(down.out_features, 1, self._launcher.num_sms)[1]
+        needed = self._shared(tokens, pairs, down.pitch, rows, 12, best_unit(rows, down.pitch))[0]
+        return self._launcher.half_shared + needed + BESIDE <= self._launcher.max_shared
 
     def _find_plan(
         self,

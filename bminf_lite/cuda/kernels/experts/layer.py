@@ -145,7 +145,7 @@ class ExpertKernels:
                 )
                 self.adapters.shrink_unsorted(step, adapters.x, weights, routing.ids, adapters.slots, before)
             self.few_tokens.hidden(
-                step, logits, router, codes, scales, hidden, layer.activation, values, shared, before
+                step, logits, router, codes, scales, hidden, layer.activation, layer.down, values, shared, before
             )
             if behind is not None:
                 self.adapters.shrink_unsorted(step, values, None, routing.ids, None, behind)
