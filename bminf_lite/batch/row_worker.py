@@ -94,7 +94,8 @@ class _Reporter:
         self._pipe.send(Answered(block, counts))
 
     def _report(self) -> None:
-        self._pipe.send(Progress(self._counts))
+        with suppress(OSError):  # the pipe has closed, which ends this process
+            self._pipe.send(Progress(self._counts))
         self._counts, self._timer = Counts(), None
 
 

@@ -76,9 +76,11 @@ class _Failed:
 def python_command(module: str) -> list[str]:
     """The command of a process that runs ``main`` of a module of this package.
 
-    It imports from this process's ``sys.path``, whatever its environment and working directory hold.
+    It imports from this process's ``sys.path``, whatever its environment and working directory hold. What Ctrl-C sends
+    to all processes of a terminal is the business of this one, also while the other imports.
     """
-    return [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"]
+    ignores = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    return [sys.executable, "-I", "-c", f"{ignores}; sys.path[:] = {sys.path!r}; from {module} import main; main()"]
 
 
 class _HttpProcess:

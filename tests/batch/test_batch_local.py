@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -19,6 +20,7 @@ import pytest
 from adapter_files import random_adapter
 from batch_kit import CPU, journal_rows, prompts, read_rows, run, write_rows
 from cli_kit import run as command
+from cli_kit import start
 from embedding_kit import write_encoder
 
 import bminf_lite
@@ -268,6 +270,18 @@ def test_one_process_at_a_time_writes_to_a_folder(int8, rows, tmp_path):
             run(int8, rows, tmp_path / "out")
 
     run(int8, write_rows(rows, prompts(3)), tmp_path / "out", told=second)
+
+
+def test_ctrl_c_gives_one_message(int8, tmp_path):
+    """A terminal sends the signal to the process of the rows too."""
+    rows, out = write_rows(tmp_path / "in.jsonl", prompts(400, tokens=20)), tmp_path / "out"
+    with start("batch", int8, rows, out, "--device", "cpu", start_new_session=True) as process:
+        while process.poll() is None and not any(path.stat().st_size for path in out.glob(".*.journal")):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.decode() == "\ninterrupted; what is finished is kept: the same command goes on\n"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import json
 import resource
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from serve_kit import DEMO, FAILING_COMMAND, ServeProcess, served, until
 
 import bminf_lite
 from bminf_lite.server import application
+from bminf_lite.server.launcher import python_command
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,14 @@ def test_the_application_within_another_process():
             assert asyncio.run(ask(app)) == [expected] * 3
             until(lambda: not app._server._connections)  # the loop has closed its own
         assert model.stats().running == model.stats().blocks_used == 0
+
+
+def test_processes_ignore_ctrl_c_before_they_import_anything(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "probe.py").write_text(
+        "import signal\nfound = signal.getsignal(signal.SIGINT)\ndef main(): print(found is signal.SIG_IGN)\n"
+    )
+    assert subprocess.run(python_command("probe"), capture_output=True, check=True).stdout == b"True\n"
 
 
 @pytest.mark.slow
