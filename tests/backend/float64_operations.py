@@ -104,7 +104,8 @@ def rotate(heads: np.ndarray, position: int, frequencies: np.ndarray, scale: flo
 def attended(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, position: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every query ``[n, heads, head_dim]``, the first at ``position``, over every key; and the magnitudes of the sums.
+    """Every query ``[n, heads, head_dim]``, the first at ``position``, over every key that is less than the window
+    away; and the magnitudes of the sums.
 
     A relative error of the terms of a score is an error of the weight: it moves the output by the magnitude of those
     terms, which the second result therefore contains.
@@ -121,6 +122,8 @@ def attended(
         elif spec.bias is not None:
             most = spec.bias.max_distance
             scores = scores + np.asarray(spec.bias.values, np.float64)[h, np.clip(distances, -most, most) + most]
+        if spec.window is not None:
+            scores = np.where(np.abs(distances) < spec.window, scores, -np.inf)
         if spec.sinks is not None:  # one more score, whose value is zero
             scores = np.pad(scores, ((0, 0), (0, 1)), constant_values=float(spec.sinks[h]))
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -15,7 +15,7 @@ from tolerances import assert_close
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.functions import normalise, rotate
 from bminf_lite.backend.quantization import quantize_heads
-from bminf_lite.backend.values import AttentionSpec, Norm, Pooling, RelativeBias, Rope
+from bminf_lite.backend.values import SEGMENT, AttentionSpec, Norm, Pooling, RelativeBias, Rope
 
 SPECS = {
     "small heads": AttentionSpec(4, 4, 8, 1.0),
@@ -57,6 +57,38 @@ def check_encoder_attention(
     results = [attended(*rows, spec) for rows in zip(*parts, strict=True)]
     expected, magnitude = (np.concatenate(x).reshape(out.shape) for x in zip(*results, strict=True))
     assert_close(out, expected, "attention", backend.activation_dtype, magnitude)
+
+
+SIZES = {"tiles": [1, 70, 300, 2, 64, 129, 65, 128], "one": [200], "segments": [SEGMENT + 70, 30]}
+"""Tokens of texts: of less than a tile of keys and of several, and of more than a segment of keys."""
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_encoder_attention_of_long_texts(backend, sizes, kv_heads, window):
+    spec = AttentionSpec(2, kv_heads, 64, 0.125, window=window)
+    check_encoder_attention(backend, spec, np.random.default_rng(3), SIZES[sizes], None)
+
+
+def test_attention_of_a_text_does_not_depend_on_the_other_texts(backend):
+    """Its bits are those of the text alone, also where the others have NaN."""
+    counts, spec, rng = [100, 333, 64, 200], AttentionSpec(2, 2, 64, 0.125), np.random.default_rng(5)
+    qkv = heads_of(rng, backend, sum(counts), 6, 64).reshape(sum(counts), -1)
+    ends = np.cumsum(counts)
+
+    def computed(rows: np.ndarray, counts: list[int]) -> np.ndarray:
+        batch = make_batch(backend, counts, [0] * len(counts))
+        return np.asarray(backend.host(backend.encoder_attention(backend.array(rows), spec, batch)))
+
+    together = computed(qkv, counts)
+    for i in range(len(counts)):
+        rows = slice(ends[i] - counts[i], ends[i])
+        np.testing.assert_array_equal(computed(qkv[rows], counts[i : i + 1]), together[rows])
+    qkv[ends[0] : ends[1]] = np.nan
+    beside_nan = computed(qkv, counts)
+    for rows in (slice(0, ends[0]), slice(ends[1], None)):
+        np.testing.assert_array_equal(beside_nan[rows], together[rows])
 
 
 @settings(max_examples=min(4, settings.default.max_examples))

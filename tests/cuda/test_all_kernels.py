@@ -53,7 +53,9 @@ MAY_USE = {
 """Registers of a thread, in the largest blocks that are launched or as the kernel itself hands them out; 128 where
 nothing is said.
 """
-TILED = ("attention/prefill.cu", "attention/prefill_hopper.cu", "attention/prefill_merge.cu")
+TILED = (
+    "attention/prefill.cu", "attention/prefill_hopper.cu", "attention/packed_hopper.cu", "attention/prefill_merge.cu",
+)  # fmt: skip
 """Each tiling is a family of its own, and the selection is one of tilings."""
 SHARED = ("attention/decode.cu", "attention/latent.cu", "attention/latent_few.cu", "gemm/float_gemm.cu")
 """Each architecture compiles a share of the families."""

@@ -20,6 +20,7 @@ from bminf_lite.cuda.kernels.attention.heads import LARGE_HEAD_DIM, max_head_dim
 from bminf_lite.cuda.kernels.attention.prefill import (
     CLUSTER_TILE,
     COUNTERS,
+    PACKED_KEYS,
     SMALL_TILE,
     TILE,
     TILE_ROWS,
@@ -44,6 +45,8 @@ def tile_configs(capability: tuple[int, int], depths: Sequence[int]) -> set[Atte
         (64, SMALL_TILE, AttentionMask.CAUSAL, ScoreKind.BIASED),
         (64, TILE, AttentionMask.CROSS),
         (64, SMALL_TILE, AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
+        (64, SMALL_TILE, AttentionMask.BIDIRECTIONAL),
+        (64, TILE, AttentionMask.BIDIRECTIONAL),
         (128, SMALL_TILE, AttentionMask.BIDIRECTIONAL, ScoreKind.BIASED),
         (256, SMALL_TILE, AttentionMask.CAUSAL, ScoreKind.CAPPED),
         (128, TILE, AttentionMask.CAUSAL, ScoreKind.ALIBI),
@@ -99,6 +102,18 @@ def test_short_texts_have_small_tiles_of_which_an_sm_runs_several() -> None:
     assert [tile_of(depth, SMALL_TILE).blocks for depth in (32, 64, 80, 128)] == [4, 4, 2, 2]
     assert [is_light(capability, 64) for capability in ((8, 0), (9, 0), (10, 0))] == [False, True, False]
     assert tile_rows(64 * 266, 64, 512, 512, 1) == TILE
+
+
+@pytest.mark.parametrize("rows", TILE_ROWS)
+def test_texts_with_heads_of_64_have_a_kernel_of_their_own_on_90(rows: int) -> None:
+    """Unless all are short. The order of sums is the same."""
+    within, plain = AttentionMask.BIDIRECTIONAL, ScoreKind.PLAIN
+    name = "prefill.cu" if rows == SMALL_TILE else "packed_hopper.cu"
+    assert tile_config_for((9, 0), 64, rows, within).source == f"attention/{name}"
+    assert attention_tile((9, 0), 64, within, False) == PACKED_KEYS
+    others = [((8, 0), within, plain), ((10, 0), within, plain), ((9, 0), within, ScoreKind.BIASED)]
+    for capability, mask, scores in (*others, ((9, 0), AttentionMask.CROSS, plain)):
+        assert tile_config_for(capability, 64, rows, mask, scores).source == "attention/prefill.cu"
 
 
 @pytest.mark.parametrize("int8", [False, True])

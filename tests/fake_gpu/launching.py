@@ -35,6 +35,7 @@ INTERPRETED = {
     "attention/latent_hopper.cu", "rowwise/layer_inputs.cu", "attention/head_products_hopper.cu",
     "attention/latent_queries.cu", "attention/latent_values.cu", "experts/adapters.cu", "collective/divided_rows.cu",
     "recurrent/delta_token.cu", "recurrent/mamba2_token.cu", "rowwise/pooling.cu", "rowwise/softmax.cu",
+    "attention/packed_hopper.cu",
 }  # fmt: skip
 """Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
 CLUSTERS = {

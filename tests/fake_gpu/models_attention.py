@@ -212,6 +212,11 @@ def attention_prefill_hopper(call: Call) -> None:
 
 
 @model
+def attention_packed_hopper(call: Call) -> None:
+    prefill(call, 2)
+
+
+@model
 def attention_prefill_merge(call: Call) -> None:
     """Nothing: the model of the kernel before it computes whole results."""
 
@@ -223,7 +228,7 @@ def prefill(call: Call, mask: int) -> None:
     context_lens = call.vector("context_lens", count, np.int32)
     tokens = int(cu_seqlens[-1])
     call.require(call.number("D") == depth and call.q_pitch >= call.heads * depth, "the head's size")
-    scores = ScoreKind(call.number("SCORES"))
+    scores = ScoreKind(call.number("SCORES")) if "SCORES" in call.template else ScoreKind.PLAIN
     has_bias = scores in (ScoreKind.BIASED, ScoreKind.ALIBI, ScoreKind.SINKS)
     call.require(has_bias == bool(call.bias) and source == bool(call.source_lens), "the instantiation")
     call.require((scores is ScoreKind.CAPPED) == bool(call.softcap), "the instantiation")

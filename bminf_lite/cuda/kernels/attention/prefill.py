@@ -1,10 +1,10 @@
 """Attention for steps with several new tokens per sequence: over the paged cache, a source, or each other.
 
 The kernels multiply tile by tile on the tensor cores and never write scores to memory: ``attention/prefill.cu`` for
-every GPU and ``attention/prefill_hopper.cu`` for compute capability 9.0, which supports causal attention without a
-table of biases only. They are templates over the head size and the tile sizes, compiled at their first launch. The
-order of all sums is that of ``attention/softmax.cuh``, so a query's output has the same bits however the work is
-divided.
+every GPU, and for compute capability 9.0 ``attention/prefill_hopper.cu``, which supports causal attention without a
+table of biases, and ``attention/packed_hopper.cu``, for texts with heads of 64. They are templates over the head size
+and the tile sizes, compiled at their first launch. The order of all sums is that of ``attention/softmax.cuh``, so a
+query's output has the same bits however the work is divided.
 
 Few queries that see many keys are split: several blocks share a tile of queries, each with some segments of the keys.
 They hand over a record per segment in scratch memory, and ``attention/prefill_merge.cu`` merges these. The kernels
@@ -48,10 +48,13 @@ For less work, a launch with clusters has taken longer.
 """
 SHORT_ROWS, LIGHT_DEPTH, LIGHT_DEPTH_90 = 512, 32, 64
 """Sequences of up to ``SHORT_ROWS`` rows in the mean, whose tokens see all of them, have tiles of ``SMALL_TILE`` rows
-if heads have up to ``LIGHT_DEPTH`` columns, on compute capability 9.0 up to ``LIGHT_DEPTH_90``.
+if heads have up to ``LIGHT_DEPTH`` columns, on compute capability 9.0 up to ``LIGHT_DEPTH_90``, unless
+:func:`is_packed`.
 
 A sequence's last tile is rarely full, and a small tile of such heads leaves registers for four blocks an SM.
 """
+PACKED_KEYS = 64
+"""Keys of a tile of ``packed_hopper.cu``."""
 COUNTERS = 2
 """Elements of ``counters`` in :meth:`PrefillAttention.launch`."""
 COMMON_DEPTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 512)
@@ -152,6 +155,22 @@ def hopper(
     )
 
 
+def packed(depth: int, stages: int = 4, blocks: int = 2) -> AttentionTileConfig:
+    """For compute capability 9.0 and packed texts: four warps per 64 rows, of which one finds work and copies tiles."""
+    return AttentionTileConfig(
+        source="attention/packed_hopper.cu",
+        kernel=f"bminf::attention_packed_hopper<{depth}, {stages}, {blocks}",
+        depth=depth,
+        rows=TILE,
+        threads=8 * WARP,
+        shared=(2 * TILE + 2 * stages * PACKED_KEYS) * depth * 2 + 1024,
+        blocks=blocks,
+        external=True,
+        tensor_maps=True,
+        has_sinks=False,
+    )
+
+
 def tile_rows(
     tokens: int,
     batch_size: int,
@@ -167,6 +186,15 @@ def tile_rows(
     if max_query_len * group <= SMALL_TILE or is_short:
         return SMALL_TILE
     return CLUSTER_TILE if mean >= CLUSTER_ROWS and mean * max_context_len >= CLUSTER_WORK else TILE
+
+
+def is_packed(capability: Capability, depth: int, mask: AttentionMask, scores: ScoreKind) -> bool:
+    """Whether ``packed_hopper.cu`` computes texts with heads padded to ``depth`` columns, unless all of them are short.
+
+    It has taken 288 us for texts of 64 tokens, for which tiles of ``SMALL_TILE`` rows took 247.
+    """
+    is_plain = mask is AttentionMask.BIDIRECTIONAL and scores is ScoreKind.PLAIN
+    return capability == (9, 0) and depth == 64 and is_plain
 
 
 def is_light(capability: Capability, depth: int) -> bool:
@@ -194,6 +222,8 @@ def tile_config_for(
             return hopper(depth, SMALL_TILE, keys, stages=3, scores=scores, int8=int8)
         cluster = 1 if int8 or depth > 128 else rows // TILE  # elsewhere it has not paid
         return hopper(depth, TILE, keys, stages=2, scores=scores, int8=int8, cluster=cluster)
+    if rows > SMALL_TILE and is_packed(compute_capability, depth, mask, scores):
+        return packed(depth)
     tile = functools.partial(synchronous, depth, keys=keys, mask=mask, scores=scores)
     little = shared_memory_per_block(compute_capability) < LARGE_SHARED_MEMORY
     if depth > LARGE_HEAD_DIM:  # two warps share a row
@@ -334,7 +364,13 @@ class PrefillAttention:
             scratch if running_bytes else 0, counters,
         )  # fmt: skip
         maps: tuple[object, ...] = ()
-        if tile_config.tensor_maps:
+        if mask is AttentionMask.BIDIRECTIONAL and tile_config.tensor_maps:
+            depth, element = tile_config.depth, TensorMapDataType.FLOAT16
+            maps = tuple(
+                tensor_map_2d(x, element, tokens, kv_heads * depth, num_blocks * depth, PACKED_KEYS)
+                for x in (keys, values)
+            )
+        elif tile_config.tensor_maps:
             pool_rows = num_blocks * kv_heads * BLOCK_SIZE
             depth, element = tile_config.depth, TensorMapDataType.FLOAT16
             maps = (bytes(TENSOR_MAP_BYTES),) * 2  # codes are read without them
@@ -365,6 +401,7 @@ class PrefillAttention:
         group = heads // kv_heads
         capability, depth = self._device.compute_capability, -(-head_dim // 16) * 16
         light = is_light(capability, depth) and scores is ScoreKind.PLAIN
+        light = light and not is_packed(capability, depth, mask, scores)
         rows = tile_rows(tokens, batch_size, max_query_len, max_context_len, group, mask, light)
         tile_config = tile_config_for(capability, depth, rows, mask, scores, int8)
         residents = self._num_sms * tile_config.blocks // tile_config.cluster

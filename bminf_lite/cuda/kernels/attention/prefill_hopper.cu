@@ -15,15 +15,10 @@
 // With CLUSTER == 2 the two blocks of a cluster have neighbouring BM rows each of a tile, and the same keys and values:
 // each block copies a half of them into both, which halves the reads from the L2 cache. Under the limit of power that
 // a long prompt meets, the energy of these reads costs time.
-//
-// Tiles in shared memory are [column / 64][row][64] with the 128-byte swizzle.
-#include "attention/prefill.cuh"
+#include "attention/prefill_wgmma.cuh"
 #include "common/cluster.cuh"
-#include "common/wgmma.cuh"
 
 namespace bminf {
-
-constexpr int COLUMNS = 64;  // fp16 elements in 128 bytes
 
 // ---- named barriers ----------------------------------------------------------------------------------------------
 
@@ -61,12 +56,6 @@ __device__ __forceinline__ void set_registers() {
 }
 
 // ---- tiles -------------------------------------------------------------------------------------------------------
-
-// The offset in elements of eight columns of a row in a tile of ROWS rows.
-template <int ROWS>
-__device__ __forceinline__ int swizzled_offset(int row, int chunk) {
-    return (chunk / 8 * ROWS + row) * COLUMNS + ((chunk ^ row) % 8) * 8;
-}
 
 // The pipeline: tile t of keys and tile t of values lie in stage t % STAGES. Each has a barrier `full`, when consumers
 // may read it, and a barrier `empty`, when all consumers of the cluster have read it. An int8 tile has a barrier
@@ -302,46 +291,6 @@ __device__ __forceinline__ void convert(
         }
         queue.release(k);
     }
-}
-
-// Clears the rows of a tile from `valid` on, which may hold NaN.
-template <int D, int BN>
-__device__ __forceinline__ void clear_rows_from(__half* tile, int valid) {
-    for (int i = valid * (D / 8) + threadIdx.x % WARPGROUP; i < BN * (D / 8); i += WARPGROUP)
-        *reinterpret_cast<uint4*>(tile + swizzled_offset<BN>(i / (D / 8), i % (D / 8))) = make_uint4(0, 0, 0, 0);
-    fence_proxy_async();
-}
-
-// Starts s = queries @ keys.T; q and k are the shared addresses of the tiles.
-template <int D, int BM, int BN>
-__device__ __forceinline__ void gemm_qk(float (&s)[BN / 8][4], unsigned q, unsigned k) {
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-        const unsigned column = i / 4 * COLUMNS * 2, inside = i % 4 * 32;
-        const unsigned long long a = make_smem_desc(q + column * BM + inside, 0),
-                                 b = make_smem_desc(k + column * BN + inside, 0);
-        if (i == 0)
-            wgmma<false>(s, a, b);
-        else
-            wgmma<true>(s, a, b);
-    }
-    wgmma_commit_group();
-}
-
-// Starts o = weights @ values + (add ? o : 0); v is the shared address of the tile.
-template <int D, int BN>
-__device__ __forceinline__ void gemm_pv(float (&o)[D / 8][4], const unsigned (&w)[BN / 16][4], unsigned v, bool add) {
-    constexpr int WIDTH = D < 128 ? D : 128, COLUMN = BN * COLUMNS * 2;
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BN / 16; ++i)
-#pragma unroll
-        for (int n = 0; n < D; n += WIDTH) {
-            auto& part = reinterpret_cast<float (&)[WIDTH / 8][4]>(o[n / 8]);
-            wgmma(part, w[i], make_smem_desc(v + n / COLUMNS * COLUMN + i * 16 * COLUMNS * 2, COLUMN), add || i > 0);
-        }
-    wgmma_commit_group();
 }
 
 // A consumer warpgroup computes 64 rows of a piece of work, from `row` of the block's rows on, which start at `block`
