@@ -100,6 +100,7 @@ class BlockRunner:
                 if row.index not in results:
                     await _unless_failed(self._room.acquire(), tasks)
                     tasks.append(asyncio.create_task(self._run_row(row, results, journal, counts)))
+                    await asyncio.sleep(0)  # so that the engine begins with the first rows, not after a whole block
             started.set()
             await asyncio.gather(*tasks)
             content = self._blocks.encode(block, [(row, results[row.index]) for row in rows])
