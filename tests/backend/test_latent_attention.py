@@ -269,10 +269,10 @@ def test_products_merge_the_records_of_few_tokens(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
 @pytest.mark.parametrize("rank", [256, 512])
 def test_wgmma_gives_the_same_bits(cuda_backend: Any, rank: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of which some are partly empty, whose segments one block has, or some; and sequences of a step."""
+    """Tiles of which some are partly empty, with one block, a cluster of two, or three; and sequences of a step."""
     kernel, length = cuda_backend.kernels.latent_attention, 2 * LATENT_SEGMENT + 100
     if not kernel.has_wgmma:
         pytest.skip("needs wgmma")
@@ -282,7 +282,12 @@ def test_wgmma_gives_the_same_bits(cuda_backend: Any, rank: int, blocks: int, mo
         monkeypatch.setattr(type(kernel), "has_wgmma", has_wgmma)
         if has_wgmma:
             records = 1 if blocks == 1 else 3
-            monkeypatch.setattr(kernel, "grid", lambda *a, r=records: replace(chosen(*a), blocks=blocks, records=r))
+
+            def divided(*arguments: Any, records: int = records) -> Any:
+                found = replace(chosen(*arguments), blocks=blocks, records=records)
+                return replace(found, residents=2 * found.tiles) if blocks == 2 else found  # a cluster for each tile
+
+            monkeypatch.setattr(kernel, "grid", divided)
         layer, results = Layer(cuda_backend, (5, 16, 64, 16, rank), 2, length=length), []
         layer.fill()
         for parts in (

@@ -82,3 +82,15 @@ def test_the_grid_has_a_tile_for_all_rows_and_few_blocks(data: st.DataObject) ->
     segments = -(-longest // LATENT_SEGMENT)
     assert grid.records == (segments if grid.blocks > 1 else 1) and grid.blocks <= segments
     assert grid.blocks == 1 or 4 * grid.record_elements(512, tokens * heads) <= most
+
+
+@pytest.mark.parametrize(
+    ("sequences", "blocks", "pairs"), [(30, 4, False), (40, 3, False), (64, 2, True), (66, 2, True), (128, 1, False)]
+)
+def test_two_blocks_of_a_tile_are_a_cluster(sequences: int, blocks: int, pairs: bool) -> None:
+    """One token of each sequence behind 4,096, of 20 heads, on a GPU with 132 SMs."""
+    batch = ForwardBatch(np.zeros(sequences), None, None, (), sequences, 1, 4097)
+    spec = LatentSpec(20, 128, 64, 128, 512, 1.0, Norm(None, 1e-6), Rope(None))
+    launcher = SimpleNamespace(device=SimpleNamespace(compute_capability=(9, 0)), num_sms=132)
+    grid = LatentAttentionKernels(cast("Any", launcher)).grid(spec, batch, "__half", 256 << 20)
+    assert (grid.form, grid.blocks, grid.merges_in_pairs) == (Form.HOPPER, blocks, pairs)

@@ -39,9 +39,10 @@ INTERPRETED = {
 }  # fmt: skip
 """Sources with the instructions that ``ptx.py`` knows. Their own code runs here, but for launches with clusters."""
 CLUSTERS = {
-    "attention/latent_few.cu", "recurrent/delta_token.cu", "recurrent/mamba2_token.cu", "rowwise/adapters.cu",
+    "attention/latent_few.cu", "attention/latent_hopper.cu", "recurrent/delta_token.cu", "recurrent/mamba2_token.cu",
+    "rowwise/adapters.cu",
 }  # fmt: skip
-"""Of these, sources whose clusters have no mbarriers, so that their own code runs here too."""
+"""Of these, sources whose blocks wait for others of a cluster by no mbarriers, so that their own code runs here too."""
 RELEASING = {"shrink_rows", "shrink_rows_and_quantize"}
 """Kernels that add to the counter ``ready`` behind their wait."""
 Model = Callable[["Call"], None]

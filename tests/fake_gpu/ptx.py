@@ -332,6 +332,7 @@ class Grid:
         while counter < meets:
             if counter == len(code):
                 states[lanes] = ENDED
+                self._leave_clusters(states)
                 return
             instruction = code[counter]
             counter += 1
@@ -345,6 +346,7 @@ class Grid:
             if op[0] in ("ret", "exit"):
                 counters[lanes] = counter
                 states[chosen] = ENDED
+                self._leave_clusters(states)
                 return
             if op[:2] == ("bar", "sync"):
                 counters[lanes] = counter
@@ -401,11 +403,17 @@ class Grid:
         states[(states == WAITS + WARPGROUP_FENCE) & (waiting == WARPGROUP)[group]] = RUNS
 
     def _wait_for_cluster(self, lanes: np.ndarray, states: np.ndarray) -> None:
-        """All threads of a cluster come here, in whose place an arrival before does nothing."""
+        """All threads of a cluster that have not ended come here, in whose place an arrival before does nothing."""
         states[lanes] = WAITS + CLUSTER_BARRIER
-        group = self.block // self.cluster
-        waiting = np.bincount(group[states == WAITS + CLUSTER_BARRIER], minlength=self.blocks)
-        leave = np.flatnonzero((states == WAITS + CLUSTER_BARRIER) & (waiting == self.threads * self.cluster)[group])
+        self._leave_clusters(states)
+
+    def _leave_clusters(self, states: np.ndarray) -> None:
+        """Threads at the barriers of clusters go on where nobody is missing."""
+        waits, group = states == WAITS + CLUSTER_BARRIER, self.block // self.cluster
+        if not waits.any():
+            return
+        there = np.bincount(group[waits | (states == ENDED)], minlength=self.blocks)
+        leave = np.flatnonzero(waits & (there == self.threads * self.cluster)[group])
         states[leave] = RUNS
         if leave.size and not self.relaxed[leave].any():
             self.join(leave, CLUSTER_BARRIER, self.block)
@@ -474,6 +482,7 @@ class Grid:
                 "nctaid": lambda: self.grid[axis],
                 "laneid": lambda: self.thread % 32,
                 "cluster_ctarank": lambda: self.block % self.cluster,
+                "cluster_nctaid": lambda: self.cluster if axis == "x" else 1,
             }
             self.special[operand] = np.atleast_1d(np.asarray(values[name]()))
         return self.special[operand]

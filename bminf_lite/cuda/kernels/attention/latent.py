@@ -171,6 +171,11 @@ class LatentGrid:
     form: Form = Form.MMA_SYNC
     residents: int = 0
 
+    @property
+    def merges_in_pairs(self) -> bool:
+        """Whether the two blocks of each tile are a cluster, which merges its records."""
+        return self.form is Form.HOPPER and self.blocks == 2 and self.residents == 2 * self.tiles
+
     def record_elements(self, rank: int, pairs: int) -> int:
         """fp32 numbers of all records, for ``pairs`` pairs of a token and a head."""
         if self.form is Form.FEW:
@@ -294,9 +299,9 @@ class LatentAttentionKernels:
                 (queries.data.ptr, cache.rows.data.ptr, table.data.ptr, pitch_of(table), *sequences,
                  spec.scale * LOG2_E, grid.tiles, grid.blocks, merged, records_at, pairs, grid.records,
                  means.data.ptr, pitch, map_),
-                shared=hopper_shared(spec.rank), bytes_moved=nbytes,
+                shared=hopper_shared(spec.rank), cluster=2 if grid.merges_in_pairs else None, bytes_moved=nbytes,
             )  # fmt: skip
-            if grid.blocks > 1:
+            if grid.blocks > 1 and not grid.merges_in_pairs:
                 self._launcher.launch(
                     step,
                     self.hopper,

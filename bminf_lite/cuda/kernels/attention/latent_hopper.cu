@@ -11,11 +11,13 @@
 //  - each sums half of the columns of the latents over all keys.
 //
 // A block that has all of a tile's segments merges them one after another, keeps the result in `merged`, and writes the
-// means. Else each segment of a pair has a record, and latent_hopper_merge merges these in the same order.
+// means. Else each segment of a pair has a record, which are merged in the same order: by two blocks of a cluster if
+// each has one of two parts of a tile, and no other item; otherwise by latent_hopper_merge.
 //
 // Tiles in shared memory are [column / 64][row][64] with the 128-byte swizzle.
 #include "attention/latent.cuh"
 #include "attention/place.cuh"
+#include "common/cluster.cuh"
 #include "common/wgmma.cuh"
 
 using namespace bminf;
@@ -304,13 +306,29 @@ struct PairRecords {
     __device__ __forceinline__ PairRecords(float* records, long long pairs, long long pair, int segments)
         : sums(records + pair * segments * RANK),
           rows(reinterpret_cast<float2*>(records + pairs * segments * RANK) + pair * segments) {}
+
+    // Merges the records of the first `segments` segments, and writes the means from `column` on, four of them.
+    __device__ __forceinline__ void store_merged(int segments, int column, __half* means) const {
+        float top = -INF_F, sum = 0, o[4] = {};
+#pragma unroll 8
+        for (int segment = 0; segment < segments; ++segment) {
+            const float2 of_row = __ldcg(rows + segment);
+            const float4 x = __ldcg(reinterpret_cast<const float4*>(sums + segment * RANK + column));
+            const MergeFactors merging = merge_factors(top, of_row.x);
+            top = merging.top, sum = merge(merging, sum, of_row.y);
+            o[0] = merge(merging, o[0], x.x), o[1] = merge(merging, o[1], x.y);
+            o[2] = merge(merging, o[2], x.z), o[3] = merge(merging, o[3], x.w);
+        }
+        store_means(means + column, o[0], o[1], sum);
+        store_means(means + column + 2, o[2], o[3], sum);
+    }
 };
 
 // RANK: 256 or 512, with rows of RANK + 64 elements. map: of the cache, [blocks * BLOCK_SIZE, RANK + 64] in boxes of a
 // block. tiles: at least the number of row tiles. parts: of a tile's segments, each of which is an item. merged: fp32
 // [blocks of the grid, ROWS * RANK] for one part; records: fp32 [T * heads, segments * (RANK + 2)] for several. Other
 // parameters: see latent_attention. Dynamic shared memory: STAGES + 1 tiles of ROWS rows, a piece, and what Shared has
-// behind it.
+// behind it. In clusters of two blocks parts is 2, and no block has several items; they merge the records.
 template <int RANK>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) latent_hopper(
     const __half* q, const __half* cache, const int* block_tables, int table_pitch, const int* cu_seqlens,
@@ -447,6 +465,19 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) latent_hopper(
                 store_means(mean + n * 8, o[n][2 * h], o[n][2 * h + 1], rows.merged_sum[h]);
         }
     });
+    if (blocks_in_cluster() == 1) return;
+    cluster_sync<2>();  // the records are there
+    RowTile tile;
+    if (!find_row_tile<ROWS>(cu_seqlens, context_lens, sequences, heads, tiles - 1 - blockIdx.x / 2, tile)) return;
+    constexpr int VECTORS = RANK / 8;  // of four columns, of this block's half of a row
+    for (int i = threadIdx.x; i < tile.rows * VECTORS; i += CONSUMERS) {
+        const int row = i / VECTORS, column = (blockIdx.x % 2 * VECTORS + i % VECTORS) * 4;
+        const int visible = tile.context + (tile.first + row) / heads + 1;
+        const PairRecords<RANK> record(records, pairs, tile.row + row, segments);
+        record.store_merged(
+            (visible + LATENT_SEGMENT - 1) / LATENT_SEGMENT, column,
+            means + static_cast<long long>(tile.row + row) * mean_pitch);
+    }
 }
 
 // Merges the records of latent_hopper and writes the means. The grid is (tokens, blocks for heads * RANK / 4 vectors of
@@ -462,17 +493,5 @@ __global__ void __launch_bounds__(THREADS) latent_hopper_merge(
     if (token >= cu_seqlens[sequences] || head >= heads) return;
     const long long row = static_cast<long long>(token) * heads + head;
     const PairRecords<RANK> record(const_cast<float*>(records), pairs, row, segments);
-    float top = -INF_F, sum = 0, o[4] = {};
-#pragma unroll 8
-    for (int segment = 0; segment <= position / LATENT_SEGMENT; ++segment) {
-        const float2 of_row = record.rows[segment];
-        const float4 x = *reinterpret_cast<const float4*>(record.sums + segment * RANK + column);
-        const MergeFactors merging = merge_factors(top, of_row.x);
-        top = merging.top, sum = merge(merging, sum, of_row.y);
-        o[0] = merge(merging, o[0], x.x), o[1] = merge(merging, o[1], x.y);
-        o[2] = merge(merging, o[2], x.z), o[3] = merge(merging, o[3], x.w);
-    }
-    __half* const mean = means + row * mean_pitch + column;
-    store_means(mean, o[0], o[1], sum);
-    store_means(mean + 2, o[2], o[3], sum);
+    record.store_merged(position / LATENT_SEGMENT + 1, column, means + row * mean_pitch);
 }

@@ -42,6 +42,12 @@ __device__ __forceinline__ unsigned block_rank_in_cluster() {
     return rank;
 }
 
+__device__ __forceinline__ unsigned blocks_in_cluster() {
+    unsigned blocks;
+    asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
+    return blocks;
+}
+
 // The cluster address of what lies at this block's shared `address`, but in block `rank`.
 __device__ __forceinline__ unsigned map_shared_rank(unsigned address, unsigned rank) {
     unsigned remote;
