@@ -193,11 +193,9 @@ enum class SidePath { SEVERAL, ONE, PLAIN };
 
 // The rows of a warp without a side product.
 struct NoSideRows {
-    __device__ __forceinline__ NoSideRows(const NoSide&, const EpilogueScales&, int, int) {}
-    __device__ __forceinline__ void load_slots() {}
-    __device__ __forceinline__ void load_rank() {}
-    __device__ __forceinline__ void load_operands(bool) {}
-    __device__ __forceinline__ void begin() {}
+    __device__ __forceinline__ NoSideRows(const NoSide&, int, int) {}
+    __device__ __forceinline__ void touch(const EpilogueScales&, int) {}
+    __device__ __forceinline__ void begin(int, int) {}
 };
 
 // The side product of a warp's 16 rows with its GROUPS groups of a tile, BATCH of them at a time, which belong to one
@@ -205,8 +203,7 @@ struct NoSideRows {
 // a lane gets the sums for the same rows and channels as it has of the product.
 //
 // The epilogue is bound by its instructions: rows of one slot go on from batch to batch by a pointer, and the usual
-// case has a path of its own. Where a batch lies is found in three steps, load_slots, load_rank and load_operands, each
-// of which waits for the loads of the one before: they are called some time apart, while the product is computed.
+// case has a path of its own.
 template <int GROUPS, int WIDTH, int BATCH>
 struct SideRows {
     static_assert(WIDTH % BATCH == 0, "gate and up have batches of their own");
@@ -221,11 +218,9 @@ struct SideRows {
         uint2 of[COUNT];
     };
     const SideProduct& side;
-    const EpilogueScales& scaling;
-    int row, rows;      // this lane's first row, and of all rows
-    unsigned found[2];  // the slots of this lane's two rows, if these exist
-    unsigned own;       // both, or NONE
-    int first, rank;    // the least slot of the rows, and its rank
+    int row, rows;    // this lane's first row, and of all rows
+    unsigned own;     // the slots of this lane's two rows
+    int first, rank;  // the least slot of the rows, and its rank
     SidePath path;
     int column, columns;
     Touched touched;
@@ -236,14 +231,9 @@ struct SideRows {
     Inputs inputs_of_up;  // if PLAIN
     UpRows<BATCH> ahead;  // of the next batch
 
-    // row: this lane's first one of a tile that begins at `column`; up lies `scaling.columns` behind the gate.
-    __device__ __forceinline__ SideRows(const SideProduct& side, const EpilogueScales& scaling, int row, int column)
-        : side(side),
-          scaling(scaling),
-          row(row),
-          rows(scaling.rows),
-          column(column),
-          columns(scaling.columns) {}
+    __device__ __forceinline__ SideRows(const SideProduct& side, int row, int rows) : side(side), row(row), rows(rows) {
+        own = (row < rows ? side.slots[row] : NONE) | (row + 8 < rows ? side.slots[row + 8] : NONE) << 16;
+    }
     __device__ __forceinline__ int slot(int h) const { return h ? own >> 16 : own & 0xffff; }
     __device__ __forceinline__ int slot_behind(int least) const {
         return __reduce_min_sync(FULL, min(slot(0) > least ? slot(0) : NONE, slot(1) > least ? slot(1) : NONE));
@@ -264,32 +254,33 @@ struct SideRows {
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) mma_ranks(d[n], inputs.low, inputs.high, x.of[n]);
     }
-    __device__ __forceinline__ void load_slots() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) found[h] = ld_global_nc(side.slots + min(row + 8 * h, rows - 1));
+    // Brings a part of what the tile that begins at `column` needs of the scales, of the bias and of `up` to the L1
+    // cache, while the product is computed; the block's warps have the other parts, of `up` if their rows have the same
+    // slot.
+    __device__ __forceinline__ void touch(const EpilogueScales& scaling, int column) {
+        this->column = column, columns = scaling.columns;
+        touched.add_channels<GROUPS, WIDTH>(scaling, column);
+        const int slot = slot_behind(-1), rank = rank_of(slot), sectors = rank / RANKS;
+        if (sectors == 0 || sectors > MOST_TOUCHED) return;
+        const __half* up = side.up(slot, rank);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < GROUPS * 8 * sectors; i += WARPS * WARP) {
+            const int output = min(output_of<1>(i / sectors / 8) + i / sectors % 8, side.outputs - 1);
+            touched.add(up + static_cast<size_t>(output) * rank + i % sectors * RANKS);
+        }
     }
-    __device__ __forceinline__ void load_rank() {
-        own = (row < rows ? found[0] : NONE) | (row + 8 < rows ? found[1] : NONE) << 16;
+    // Loads the operands of the first batch of a tile that begins at `column`; up lies `columns` behind the gate.
+    __device__ __forceinline__ void begin(int column, int columns) {
+        this->column = column, this->columns = columns;
+        touched.wait();
         first = slot_behind(-1);
         path = slot_behind(first) != NONE ? SidePath::SEVERAL : SidePath::ONE;
-        rank = ld_global_nc(side.adapter(first == NONE ? 1 : max(first, 1)));
-    }
-    // touches: brings a part of what the tile needs of the scales, of the bias and of `up` to the L1 cache; the block's
-    // warps have the other parts, of `up` if their rows have the same slot.
-    __device__ __forceinline__ void load_operands(bool touches) {
-        rank = first == 0 || first == NONE ? 0 : rank;
-        const __half* const start = side.up(max(first, 1), rank);
-        if (touches) {
-            touched.add_channels<GROUPS, WIDTH>(scaling, column);
-            const int sectors = rank / RANKS > MOST_TOUCHED ? 0 : rank / RANKS;
-#pragma unroll 1
-            for (int i = threadIdx.x; i < GROUPS * 8 * sectors; i += WARPS * WARP) {
-                const int output = min(output_of<1>(i / sectors / 8) + i / sectors % 8, side.outputs - 1);
-                touched.add(start + static_cast<size_t>(output) * rank + i % sectors * RANKS);
-            }
-        }
+        rank = rank_of(first);
         if (!rank || path == SidePath::SEVERAL) return;
-        up = start + (column + threadIdx.x % WARP / 4) * static_cast<size_t>(rank) + threadIdx.x % 4 * 4;
+        up = side.up(first, rank) + (column + threadIdx.x % WARP / 4) * static_cast<size_t>(rank) + threadIdx.x % 4 * 4;
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n) ahead.of[n] = {};
+        load_batch(0, 0);
         enter_section(0);
         if (rank != RANKS || end < WIDTH || column + WIDTH * 8 > columns) return;
         if constexpr (GROUPS > WIDTH) {
@@ -298,13 +289,6 @@ struct SideRows {
             inputs_of_up = load_inputs(of_up, 0);
         }
         path = SidePath::PLAIN;
-    }
-    // Loads `up` of the first batch.
-    __device__ __forceinline__ void begin() {
-        touched.wait();
-#pragma unroll
-        for (int n = 0; n < BATCH; ++n) ahead.of[n] = {};
-        if (rank && path != SidePath::SEVERAL) load_batch(0, 0);
     }
     // The sums of the batch of groups from `group` on, if the path is PLAIN.
     __device__ __forceinline__ void products_of_plain(int group, float (&d)[BATCH][4]) {
@@ -371,11 +355,6 @@ private:
 #pragma unroll
         for (int n = 0; n < BATCH; ++n, from += 8 * rank)
             if ((group + n) / 2 * 2 % WIDTH * 8 < columns - column) ahead.of[n] = ld_global_nc_v2(from);
-    }
-    __device__ __forceinline__ static unsigned ld_global_nc(const void* p) {
-        unsigned x;
-        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p));
-        return x;
     }
     // The section of the batch of groups from `group` on begins, or that of up.
     __device__ __forceinline__ void enter_section(int group) {
@@ -649,8 +628,7 @@ __device__ __forceinline__ void multiply(
             // Rows from `height` on are not loaded. Outside the matrix nothing is written.
             const int row = warp * 16 < height ? origin.x + warp * 16 : rows, mine = row + threadIdx.x % WARP / 4;
             const float scales[2] = {scaling.row(mine), scaling.row(mine + 8)};
-            const int column = origin.y + part * (COLUMNS / SPLIT_K);
-            Rows side_rows(side, scaling, mine, column);
+            Rows side_rows(side, mine, rows);
             int c[BLOCK_N / 8][4];
             // Starts the products of stage k, then calls `meanwhile`.
             const auto multiply = [&](int k, const auto& meanwhile) {
@@ -673,19 +651,14 @@ __device__ __forceinline__ void multiply(
                     multiply(k, [&] {
                         if (is_pending) write(piece, piece + 1);
                     });
-            const bool finds_beside = Side::EXISTS && beside && to - k > 3;
-            if (finds_beside) {
-                multiply(k++, [&] { side_rows.load_slots(); });
-                multiply(k++, [&] { side_rows.load_rank(); });
-                multiply(k++, [&] { side_rows.load_operands(true); });
-            }
+            const int column = origin.y + part * (COLUMNS / SPLIT_K);
+            if (beside) side_rows.touch(scaling, column);
 #pragma unroll 1
             for (; k < to; ++k) multiply(k, [] {});
             result.row = row, result.column = column;
             Channels<Result::BATCH, BIAS> first;
             scaling.load<Result::Layout::WIDTH>(first, result.column, 0);
-            if (!finds_beside) side_rows.load_slots(), side_rows.load_rank(), side_rows.load_operands(false);
-            side_rows.begin();
+            side_rows.begin(result.column, columns);
             wgmma_wait_group<0>();
             warpgroup_fence_operand(c);
             pipeline.release_previous();
