@@ -46,8 +46,6 @@ CALLS = {
     "head_products": "multiply_head",
     "shrink_rows": "shrink_few_rows",
     "shrink_rows_and_quantize": "shrink_few_rows",
-    "shrink_many_rows": "shrink_tiles",
-    "shrink_and_quantize": "shrink_tiles",
     "scalar_gate": "write_gate",
     "delta_token": "compute_token",
     "state_token": "compute_token",

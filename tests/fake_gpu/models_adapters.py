@@ -106,12 +106,6 @@ def shrink_rows_and_quantize(call: Call) -> None:
     write_codes(call)
 
 
-@model
-def shrink_and_quantize(call: Call) -> None:
-    shrink_many_rows(call)
-    write_codes(call)
-
-
 def write_codes(call: Call) -> None:
     rows, padded = call.arguments["rows"], -(-call.k // 16) * 16
     x = np.zeros((rows, padded), F32)

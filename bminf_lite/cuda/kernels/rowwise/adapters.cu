@@ -1,7 +1,7 @@
 // Adapters that the rows of a step choose: each row has the number of a slot, from 1 on, or 0 for none.
 //
 //     shrink_rows, shrink_many_rows   inputs = fp16(scale * (x @ down[slot].T))
-//     shrink_rows_and_quantize, shrink_and_quantize   the same, and the codes of all rows of x
+//     shrink_rows_and_quantize   the same, and the codes of all rows of x
 //     expand_rows   out = sums + inputs @ up[slot] + bias; a row without a slot gets no product
 //     saved_products, saved_embed   a head, or a table of tokens, in place of the model's
 //
@@ -15,8 +15,7 @@
 using namespace bminf;
 
 constexpr int PARTS = 8, PIECES = 8, CHUNK = 32, SHRINK_ROWS = 64, EXPAND_ROWS = 8;
-// Of shrink_many_rows: warps with 16 rows each, and stages of a warp, which have two chunks of its rows.
-constexpr int ROW_WARPS = SHRINK_ROWS / 16, STAGES = 4, STAGE_BYTES = 2 * 16 * CHUNK * 2;
+constexpr int ROW_WARPS = SHRINK_ROWS / 16, QUEUE = 8;  // of shrink_many_rows
 
 // Whether a row of a tile is the first with its slot.
 __device__ __forceinline__ bool leads(const int* slots, int first, int row, int slot) {
@@ -162,81 +161,6 @@ struct RowCodes {
             *reinterpret_cast<uint2*>(codes + row * pitch + column) = quantize8(v, ratio);
         }
     }
-
-    // Writes the codes of `count` rows from `first` on: a block of a cluster those of part `part` of the columns, which
-    // are most likely in the L2 cache. If all of the tile's rows have been `seen`, tops is what this lane has of the
-    // largest elements of two of them.
-    template <int CLUSTER>
-    __device__ __forceinline__ void write(
-        const __half* x, long long x_pitch, int first, int count, int k, int part, int chunks,
-        const unsigned (&tops)[2], int seen) const {
-        __shared__ float of_part[SHRINK_ROWS], ratios[SHRINK_ROWS];
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, padded = (k + 15) / 16 * 16;
-        const int begin = piece_chunks(chunks, part * PIECES).x * CHUNK;
-        const int end = min(piece_chunks(chunks, part * PIECES + PIECES - 1).y * CHUNK, padded);
-        const int vectors = max(end - begin, 0) / 8, own = max(min(count - warp * 16, 16), 0);  // rows of this warp
-        const __half* const from = x + (first + warp * 16) * x_pitch + begin;
-        const auto load = [&](int row, int vector) {
-            uint4 values = ld_global_cg_v4(from + row * x_pitch + vector * 8);
-            zero_tail(values, begin + vector * 8, k);
-            return values;
-        };
-        if (seen == count) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float top = larger_of(tops[h]);
-                top = absmax(top, __shfl_xor_sync(FULL, top, 1));
-                top = absmax(top, __shfl_xor_sync(FULL, top, 2));
-                if (lane % 4 == 0) of_part[warp * 16 + h * 8 + lane / 4] = top;
-            }
-        } else {
-#pragma unroll 1
-            for (int row = 0; row < own; ++row) {
-                unsigned top = 0;
-#pragma unroll 4
-                for (int vector = lane; vector < vectors; vector += WARP) top = packed_max(top, load(row, vector));
-                const float of_row = warp_absmax(larger_of(top));
-                if (lane == 0) of_part[warp * 16 + row] = of_row;
-            }
-        }
-        cluster_sync<CLUSTER>();
-        if (threadIdx.x < count) {
-            float top = 0;
-#pragma unroll
-            for (int p = 0; p < CLUSTER; ++p) top = absmax(top, ld_shared_cluster<CLUSTER>(of_part + threadIdx.x, p));
-            if (part == 0) scales[first + threadIdx.x] = row_scale(top).scale;
-            ratios[threadIdx.x] = row_ratio(top);
-        }
-        cluster_sync<CLUSTER>();  // also: the others have read what this block has of the rows
-        if (vectors == 0) return;
-        // The vectors of all rows in turn, one for each lane: this lane's place.
-        struct Place {
-            int row, vector;
-            __device__ __forceinline__ void next(int step, int vectors) {
-                vector += step;
-                while (vector >= vectors) vector -= vectors, ++row;
-            }
-        };
-        Place place = {0, 0};
-        place.next(lane, vectors);
-#pragma unroll 1
-        while (place.row < own) {
-            uint4 raw[AT_ONCE];
-            Place loaded = place;
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i, loaded.next(WARP, vectors))
-                if (loaded.row < own) raw[i] = load(loaded.row, loaded.vector);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i, place.next(WARP, vectors)) {
-                if (place.row >= own) break;
-                float v[8];
-                load8(reinterpret_cast<const __half*>(&raw[i]), v);
-                const int row = warp * 16 + place.row;
-                *reinterpret_cast<uint2*>(codes + (first + row) * pitch + begin + place.vector * 8) =
-                    quantize8(v, ratios[row]);
-            }
-        }
-    }
 };
 
 // ---- inputs ------------------------------------------------------------------------------------------------------
@@ -358,21 +282,19 @@ __global__ void __launch_bounds__((PIECES + 1) * WARP, SHRINK_BLOCKS) shrink_row
 }
 
 // For many rows, as shrink_rows, for groups of GROUPS * RANKS columns. A warp has 16 of the rows with a slot and all
-// pieces of a part, so it adds these up in registers. The block's part of `down` lies in shared memory; a warp's rows
-// go through STAGES stages there. A stage has 128 bytes of a row, which eight lanes copy. Of rows with odd numbers, the
-// halves are exchanged, so that two rows lie in different banks.
+// pieces of a part, so it adds these up in registers. The block's part of `down` lies in shared memory; a lane's own
+// elements of x go through a queue there, QUEUE chunks long.
 //
-// Dynamic shared memory: the stages; the sums, of GROUPS * RANKS + 8 floats for each row; the part of `down`, see
-// pitch.
-template <int GROUPS, int CLUSTER, class Codes>
-__device__ __forceinline__ void shrink_tiles(
-    const SideProduct& side, const __half* x, long long x_pitch, int rows, int k, const Codes& codes) {
+// Dynamic shared memory: the queue; the sums, of GROUPS * RANKS + 8 floats for each row; the part of `down`, see pitch.
+template <int GROUPS, int CLUSTER>
+__global__ void __launch_bounds__(ROW_WARPS* WARP)
+    shrink_many_rows(const SideProduct side, const __half* x, long long x_pitch, int rows, int k) {
     static_assert(CLUSTER == 1 || CLUSTER == PARTS, "a block has a part, or all");
     constexpr int COLUMNS = GROUPS * RANKS, TILES = COLUMNS / 8, THREADS = ROW_WARPS * WARP, TOTALS = COLUMNS + 8;
     extern __shared__ __align__(16) char shared[];
     __shared__ int list[SHRINK_ROWS];
-    char* const stages = shared + threadIdx.x / WARP * STAGES * STAGE_BYTES;  // of this warp
-    float* const totals = reinterpret_cast<float*>(shared + ROW_WARPS * STAGES * STAGE_BYTES);
+    uint4* const queue = reinterpret_cast<uint4*>(shared) + threadIdx.x;
+    float* const totals = reinterpret_cast<float*>(shared + QUEUE * 2 * THREADS * sizeof(uint4));
     __half* const weights = reinterpret_cast<__half*>(totals + SHRINK_ROWS * TOTALS);
     launch_dependent_grids();
     const int first = blockIdx.y * SHRINK_ROWS, part = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
@@ -382,8 +304,6 @@ __device__ __forceinline__ void shrink_tiles(
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, quarter = lane % 4 * 8;
     const TileSlots tile(side.slots, first, rows);
     bool has_waited = false;
-    unsigned tops[2] = {};  // with codes: of this lane's two rows, what it has seen of them
-    int seen = 0;           // rows of the tile whose tops are in `tops`
     for (int index = blockIdx.z;; index += gridDim.z) {
         int slot;
         const unsigned long long mask = tile.find(index, slot);
@@ -392,12 +312,11 @@ __device__ __forceinline__ void shrink_tiles(
         if (!down.any) continue;
         const int count = count_rows(mask);
         const bool has_rows = warp * 16 < count;
-        seen = count;
         if (warp == 0) list_rows(mask, list);
         __syncthreads();
-        const __half* own[4];  // the rows that this lane copies
+        const __half* own[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) own[i] = x + (first + list[min(warp * 16 + i * 4 + lane / 8, count - 1)]) * x_pitch;
+        for (int h = 0; h < 2; ++h) own[h] = x + (first + list[min(warp * 16 + h * 8 + group, count - 1)]) * x_pitch;
         float total[TILES][4];
 #pragma unroll 1
         for (int p = part; p < (CLUSTER > 1 ? part + 1 : PARTS); ++p) {
@@ -416,21 +335,20 @@ __device__ __forceinline__ void shrink_tiles(
             cp_async_commit_group();
             if (!has_waited) wait_on_dependent_grids();
             has_waited = true;
-            // Copies a stage. A lane has the same 16 bytes of every fourth row.
-            const auto fetch = [&](int stage) {
-                const int at = (begin + 2 * stage) * CHUNK + lane % 8 * 8, odd = lane / 8 % 2;
-                const unsigned target = cast_smem_ptr_to_uint(stages) + stage % STAGES * STAGE_BYTES + lane / 8 * 128 +
-                                        (lane % 8 ^ odd * 4) * 16;
-                if (has_rows && begin + 2 * stage < end)
+            // Copies what this lane multiplies of a chunk.
+            const auto fetch = [&](int chunk) {
+                const int at = chunk * CHUNK + quarter;
+                if (has_rows && chunk < end)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)
+                    for (int h = 0; h < 2; ++h)
                         cp_async_16_partial(
-                            target + i * 4 * 128, own[i] + min(at, (k - 1) / 8 * 8), min(max(k - at, 0), 8) * 2);
+                            cast_smem_ptr_to_uint(queue + (chunk % QUEUE * 2 + h) * THREADS),
+                            own[h] + min(at, (k - 1) / 8 * 8), min(max(k - at, 0), 8) * 2);
                 cp_async_commit_group();
             };
 #pragma unroll 1
-            for (int i = 0; i < STAGES - 1; ++i) fetch(i);
-            cp_async_wait_group<STAGES - 1>();
+            for (int i = 0; i < QUEUE - 1; ++i) fetch(begin + i);
+            cp_async_wait_group<QUEUE - 1>();
             __syncthreads();  // the weights have arrived
             float of_part[TILES][4] = {};
             int chunk = begin;
@@ -439,27 +357,20 @@ __device__ __forceinline__ void shrink_tiles(
                 float sums[TILES][4] = {};
 #pragma unroll 1
                 for (const int last = piece_chunks(chunks, p * PIECES + piece).y; chunk < last; ++chunk) {
-                    const int place = chunk - begin, stage = place / 2;
-                    if (place % 2 == 0) {
-                        cp_async_wait_group<STAGES - 2>();
-                        __syncwarp();  // the stage has arrived, and the one before has been read
-                        fetch(stage + STAGES - 1);
-                    }
+                    fetch(chunk + QUEUE - 1);
+                    cp_async_wait_group<QUEUE - 1>();
                     if (!has_rows) continue;
-                    const char* const rows_of_stage = stages + stage % STAGES * STAGE_BYTES + group * 128 +
-                                                      ((place % 2 ^ group % 2) * 4 + lane % 4) * 16;
-                    const uint4 low = *reinterpret_cast<const uint4*>(rows_of_stage);
-                    const uint4 high = *reinterpret_cast<const uint4*>(rows_of_stage + 8 * 128);
-                    if constexpr (Codes::EXIST) tops[0] = packed_max(tops[0], low), tops[1] = packed_max(tops[1], high);
+                    const uint4 low = queue[chunk % QUEUE * 2 * THREADS];
+                    const uint4 high = queue[(chunk % QUEUE * 2 + 1) * THREADS];
                     const unsigned even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
-                    const __half* at = weights + group * pitch + place * CHUNK + quarter;
-                    uint4 w[TILES];  // of columns that the slot does not have anything, which is not written
+                    const __half* at = weights + group * pitch + (chunk - begin) * CHUNK + quarter;
 #pragma unroll
-                    for (int t = 0; t < TILES; ++t) w[t] = *reinterpret_cast<const uint4*>(at + t * 8 * pitch);
-#pragma unroll
-                    for (int t = 0; t < TILES; ++t) mma_m16n8k16(sums[t], even, w[t].x, w[t].y);
-#pragma unroll
-                    for (int t = 0; t < TILES; ++t) mma_m16n8k16(sums[t], odd, w[t].z, w[t].w);
+                    for (int t = 0; t < TILES; ++t) {
+                        if (!down.rows[t / 2]) continue;
+                        const uint4 w = *reinterpret_cast<const uint4*>(at + t * 8 * pitch);
+                        mma_m16n8k16(sums[t], even, w.x, w.y);
+                        mma_m16n8k16(sums[t], odd, w.z, w.w);
+                    }
                 }
 #pragma unroll
                 for (int t = 0; t < TILES; ++t)
@@ -488,24 +399,6 @@ __device__ __forceinline__ void shrink_tiles(
     }
     // The grid ends behind its predecessor: the first blocks of each tile wait. Others make room for the product.
     if (!has_waited && blockIdx.z == 0) wait_on_dependent_grids();
-    if constexpr (Codes::EXIST)
-        if (blockIdx.z == 0 && blockIdx.x < CLUSTER)
-            codes.template write<CLUSTER>(
-                x, x_pitch, first, min(SHRINK_ROWS, rows - first), k, part, chunks, tops, seen);
-}
-
-template <int GROUPS, int CLUSTER>
-__global__ void __launch_bounds__(ROW_WARPS* WARP)
-    shrink_many_rows(const SideProduct side, const __half* x, long long x_pitch, int rows, int k) {
-    shrink_tiles<GROUPS, CLUSTER>(side, x, x_pitch, rows, k, NoCodes());
-}
-
-// codes: int8 [rows, codes_pitch], written up to the next multiple of 16 columns; scales: fp32 [rows].
-template <int GROUPS, int CLUSTER>
-__global__ void __launch_bounds__(ROW_WARPS* WARP) shrink_and_quantize(
-    const SideProduct side, const __half* x, long long x_pitch, int rows, int k, int8* codes, long long codes_pitch,
-    float* scales) {
-    shrink_tiles<GROUPS, CLUSTER>(side, x, x_pitch, rows, k, RowCodes{codes, codes_pitch, scales});
 }
 
 // sums: fp32 [rows, sums_pitch], which may be `out`; bias: fp32 [n] or null; out: [rows, out_pitch]. The grid is

@@ -27,9 +27,9 @@ QUANTIZED_COLUMNS = 16384
 """The most columns of rows that ``shrink_rows_and_quantize`` quantizes."""
 MANY_ROWS = 512
 """Above ``MANY_ROWS`` rows, which are prompts, most tiles of :data:`SHRINK_ROWS` rows have one slot."""
-CHUNK, STAGE_BYTES, ROW_THREADS = 32, 32 << 10, 128
-STATIC_SHARED = 1024
-"""Static shared memory of a block of ``shrink_many_rows`` and ``shrink_and_quantize``, at most."""
+CHUNK, QUEUE_BYTES, ROW_THREADS = 32, 32 << 10, 128
+STATIC_SHARED = 512
+"""Static shared memory of a block of ``shrink_many_rows``, at most."""
 PRODUCTS = 1024
 """Counters of products that start beside the kernel of their side inputs: more than ever run at the same time."""
 EXPAND_ROWS = 8
@@ -37,10 +37,10 @@ MAX_SECTIONS = 4
 
 
 def shrink_shared(groups: int, features: int) -> int:
-    """Bytes of dynamic shared memory of ``shrink_many_rows``: the stages, the sums, and a part of ``down``."""
+    """Bytes of dynamic shared memory of ``shrink_many_rows``: the queue, the sums, and a part of ``down``."""
     columns, chunks = groups * RANKS, ceil_div(features, CHUNK)
     part = columns * (ceil_div(chunks, PARTS) | 1) * CHUNK * 2
-    return STAGE_BYTES + SHRINK_ROWS * (columns + 8) * 4 + part
+    return QUEUE_BYTES + SHRINK_ROWS * (columns + 8) * 4 + part
 
 
 def slot_bytes(rank: int, sections: int, features: int, outputs: int) -> int:
@@ -128,16 +128,13 @@ class AdapterKernels:
         yield KernelFamily(cls.source, "shrink_many_rows", (GROUPS, (cluster,)))
         if capability >= (9, 0):
             yield KernelFamily(cls.source, "shrink_rows_and_quantize", ((cluster,),))
-            yield KernelFamily(cls.source, "shrink_and_quantize", (GROUPS, (cluster,)))
         yield KernelFamily(cls.source, "expand_rows", (("__half", "float"),))
         yield KernelFamily(cls.source, "saved_products")
         yield KernelFamily(cls.source, "saved_embed")
 
     def quantizes(self, rows: int, adapters: AdapterArrays) -> bool:
         """Whether :meth:`shrink` can also write the codes of ``rows`` rows."""
-        if rows <= FEW_ROWS:
-            return self._launcher.has_clusters and adapters.features <= QUANTIZED_COLUMNS
-        return self._launcher.has_clusters and self._groups(adapters.columns // RANKS, adapters.features) is not None
+        return self._launcher.has_clusters and rows <= FEW_ROWS and adapters.features <= QUANTIZED_COLUMNS
 
     def shrink(
         self, step: StepContext, x: cp.ndarray, side: SideInputs, codes: tuple[int, int, int] | None = None
@@ -153,12 +150,9 @@ class AdapterKernels:
         slots = min(len(of.memory), rows, SHRINK_ROWS if rows <= MANY_ROWS else 2)
         blocks, more = cluster * ranks // (groups or 1), ceil_div(rows, SHRINK_ROWS)
         arguments: tuple[int, ...] = codes or ()
-        if groups is not None:
-            name = f"shrink_many_rows<{groups}, " if codes is None else f"shrink_and_quantize<{groups}, "
-        elif codes is None:
-            name = "shrink_rows<"
-        else:
-            assert more == 1
+        name = "shrink_rows<" if groups is None else f"shrink_many_rows<{groups}, "
+        if codes is not None:
+            assert groups is None and more == 1
             name, arguments, slots = "shrink_rows_and_quantize<", (slots, *codes), slots + ceil_div(rows, blocks)
         self._launcher.launch(
             step,
