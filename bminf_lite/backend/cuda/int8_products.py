@@ -16,7 +16,7 @@ from ...cuda.kernels.constants import Epilogue
 from ...cuda.kernels.gemm.gemm_hopper import MIN_ROWS
 from ...cuda.kernels.gemm.layouts import Layout
 from ...cuda.kernels.gemv import gemv
-from ...cuda.kernels.rowwise.adapters import SideInputs
+from ...cuda.kernels.rowwise.adapters import QUANTIZED_ROWS, SideInputs
 from ...cuda.kernels.rowwise.rows import MAX_NORM_WIDTH
 from ...cuda.runtime.cublaslt import Order
 from ..values import Array, Norm
@@ -67,9 +67,10 @@ class InputCodes:
         return codes
 
     def with_half(self, product: Product, later: bool, counter: int) -> SideRows:
-        """:meth:`of`, and ``x`` in fp16. A norm is computed once for both, by a kernel that counts its rows.
+        """:meth:`of`, and ``x`` in fp16. A norm is computed once for both.
 
-        ``later``: whether the next kernel can quantize fp16 rows. ``counter``: the address of an int32, or 0.
+        ``later``: whether the next kernel can quantize fp16 rows. ``counter``: the address of an int32 in which the
+        norm's kernel counts rows, or 0.
         """
         materializer, x = self.materializer, product.x
         assert product.weight.plan is not None
@@ -78,7 +79,7 @@ class InputCodes:
                 product.codes = self._allocate(product.weight.plan.activation(x.shape[0]))
             half = materializer.arrays.rows(x.shape[0], x.shape[1], np.float16)
             materializer.transform(x, product.codes, product.weight.rotation, half, counter)
-            return SideRows(product.codes, half, is_counted=True)
+            return SideRows(product.codes, half, is_counted=counter != 0)
         half = materializer.to_half(x)
         if isinstance(x, Deferred) or (isinstance(x, cp.ndarray) and x.dtype == half.dtype):
             product.x = half
@@ -241,7 +242,8 @@ class AdaptedProducts:
         rows, kernels = product.x.shape[0], results.kernels
         assert len(slots) == rows, "the rows of a product are not those of the step"
         ready = 0 if rows >= MIN_ROWS else next(self.ready)
-        found = self.codes.with_half(product, kernels.adapters.quantizes(rows, adapters), ready)
+        counter = ready if rows <= QUANTIZED_ROWS else 0
+        found = self.codes.with_half(product, kernels.adapters.quantizes(rows, adapters), counter)
         codes = found.codes
         side = SideInputs(slots, adapters, results.arrays.empty((rows, adapters.columns), np.float16), ready)
         places = None if found.is_written else (codes.values.ptr, codes.layout.ld, codes.scales.ptr)

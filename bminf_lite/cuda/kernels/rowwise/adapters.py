@@ -23,6 +23,11 @@ GROUPS = (1, 2, 3)
 """Groups of ``RANKS`` columns that a block of ``shrink_many_rows`` computes."""
 SHRINK_ROWS = FEW_ROWS = 64
 """The most rows of ``shrink_rows``, and the rows of a tile."""
+QUANTIZED_ROWS = 8
+"""The most rows whose codes are counted row by row, so that a product begins before ``shrink_rows`` has waited.
+
+One row of 8B is faster that way, and 32 rows of 8 adapters are slower.
+"""
 QUANTIZED_COLUMNS = 16384
 """The most columns of rows that ``shrink_rows_and_quantize`` quantizes."""
 MANY_ROWS = 512
@@ -134,7 +139,7 @@ class AdapterKernels:
 
     def quantizes(self, rows: int, adapters: AdapterArrays) -> bool:
         """Whether :meth:`shrink` can also write the codes of ``rows`` rows."""
-        return self._launcher.has_clusters and rows <= FEW_ROWS and adapters.features <= QUANTIZED_COLUMNS
+        return self._launcher.has_clusters and rows <= QUANTIZED_ROWS and adapters.features <= QUANTIZED_COLUMNS
 
     def shrink(
         self, step: StepContext, x: cp.ndarray, side: SideInputs, codes: tuple[int, int, int] | None = None
