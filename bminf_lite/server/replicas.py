@@ -115,7 +115,11 @@ class Replicas:
                     change.given.discard(replica.number)
             replica.port = _free_port()
             command = [argument.replace("{port}", str(replica.port)) for argument in replica.command]
-            replica.process = await asyncio.create_subprocess_exec(*command, preexec_fn=_end_with_parent())
+            # A session of its own: what Ctrl-C sends to all processes of a terminal is the business of this one.
+            ends_with_parent = _end_with_parent()
+            replica.process = await asyncio.create_subprocess_exec(
+                *command, preexec_fn=ends_with_parent, start_new_session=ends_with_parent is not None
+            )
             if self.ends.is_set():  # after ``stop``, which has not seen this process
                 replica.process.terminate()
             asked = asyncio.create_task(self._watch(replica))
@@ -173,10 +177,19 @@ class Replicas:
             self._set_ready(replica, True)
         self.log(f"replica {replica.number} is ready")
 
+    def _running(self) -> list[asyncio.subprocess.Process]:
+        return [r.process for r in self.replicas if r.process is not None and r.process.returncode is None]
+
+    def kill(self) -> None:
+        """End all replicas at once."""
+        for process in self._running():
+            with suppress(ProcessLookupError):
+                process.kill()
+
     async def stop(self, seconds: float) -> None:
         """End all replicas: those that do not end by themselves are killed after ``seconds``."""
         self.ends.set()
-        running = [r.process for r in self.replicas if r.process is not None and r.process.returncode is None]
+        running = self._running()
         for process in running:
             process.send_signal(signal.SIGTERM)
         waiting = [asyncio.create_task(process.wait()) for process in running]
@@ -300,16 +313,25 @@ def serve_replicas(
 ) -> None:
     """Serve replicas at a bound address until SIGTERM or SIGINT, with a front process for each of its sockets.
 
-    ``commands`` are those of :class:`Replicas`. Running requests have ``seconds`` to end then. Raises ``BminfError`` if
-    processes keep ending.
+    ``commands`` are those of :class:`Replicas`. Running requests have ``seconds`` to end then; after a second signal
+    all processes are killed, and ``SystemExit`` is raised. Raises ``BminfError`` if processes keep ending.
     """
     uvloop.run(_serve(Replicas(commands, log), listener, settings, seconds))
 
 
 async def _serve(replicas: Replicas, listener: Listener, settings: ServerSettings, seconds: float) -> None:
     loop = asyncio.get_running_loop()
+    insisted = []
+
+    def signalled(number: int) -> None:
+        if replicas.ends.is_set():
+            insisted.append(number)
+            replicas.kill()
+            fronts.kill()
+        replicas.ends.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, replicas.ends.set)
+        loop.add_signal_handler(number, signalled, number)
     listener.listen()
     replicas.log(f"{len(replicas.replicas)} replicas are served at {listener.url}")
     fronts = Fronts(replicas, settings.limits, settings.security.key_digests, len(listener.sockets))
@@ -324,6 +346,8 @@ async def _serve(replicas: Replicas, listener: Listener, settings: ServerSetting
         await fronts.stop(seconds)
         await replicas.stop(seconds)
         await asyncio.gather(*keepers)
+    if insisted:
+        raise SystemExit(128 + insisted[0])
     if replicas.failure is not None:
         raise replicas.failure
 
@@ -382,8 +406,13 @@ class Fronts:
             waiting.append(asyncio.create_task(process.wait()))
         if waiting:
             await asyncio.wait(waiting, timeout=seconds + END_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the front processes at once."""
         for process in self._links.values():
-            process.kill()
+            with suppress(ProcessLookupError):
+                process.kill()
 
     def _tell(self) -> None:
         for link in self._links:

@@ -585,3 +585,33 @@ def test_sigterm_ends_all_processes(server) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("insists", [False, True])
+def test_ctrl_c_in_a_terminal_lets_requests_end_and_a_second_one_ends_all_at_once(insists: bool) -> None:
+    command = [sys.executable, "-m", "bminf_lite", "serve", str(DEMO), "--device", "cpu", "--port", "0"]
+    command += ["--replicas", "2", "--http-workers", "1", "--shutdown-timeout", "60"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    lines = [process.stderr.readline() for _ in range(5)]
+    url = next(line for line in lines if "replicas are served at" in line).split(" served at ")[1].strip()
+    assert sum("is ready" in line for line in lines) == 2, lines
+    children = psutil.Process(process.pid).children(recursive=True)
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(base_url=url, timeout=120) as client,
+        suppress(httpx.HTTPError),
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        parts = response.iter_text()
+        text = next(parts)
+        os.killpg(process.pid, signal.SIGINT)
+        if insists:
+            time.sleep(0.2)
+            os.killpg(process.pid, signal.SIGINT)
+        for part in parts:
+            text += part
+    assert process.wait(60) == (130 if insists else 0)
+    assert ("[DONE]" in text) != insists and "interrupted" not in process.stderr.read()
+    until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
