@@ -387,6 +387,7 @@ BASES |= {
     "hyperclovax": BASE | {"attention_multiplier": 0.25},
     "nanochat": BASE | {"num_hidden_layers": 3},
     "youtu": BASE | YOUTU,
+    "minicpm3": BASE | YOUTU,
     "dots1": BASE | GLM4_MOE | {"n_shared_experts": 1, "head_dim": 12},
     "solar_open": BASE | GLM4_MOE | {"head_dim": 12},
     "exaone_moe": BASE
@@ -993,6 +994,28 @@ CASES |= {
     | {
         "no soft-cap, biases": {"final_logit_softcapping": None, "attention_bias": True, "rms_norm_eps": 1e-3},
         "soft-cap, linear rope": {"final_logit_softcapping": 1.5, "rope_parameters": LINEAR, "hidden_act": "relu"},
+    },
+    "minicpm3": {
+        "plain weights, untied": {"tie_word_embeddings": False, "scale_emb": 2, "dim_model_base": 16},
+        "whole queries, no multipliers, biases": {
+            "q_lora_rank": None,
+            "scale_depth": None,
+            "dim_model_base": None,
+            "scale_emb": 1,
+            "v_head_dim": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        "longrope": {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "short_factor": SHORT[:4],
+                "long_factor": SHORT[1:5],
+                "original_max_position_embeddings": 64,
+            },
+            "max_position_embeddings": 256,
+        },
     },
     "youtu": {
         "plain weights": {},

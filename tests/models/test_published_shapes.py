@@ -92,6 +92,7 @@ PARAMETERS = {
     "hyperclovax-seed-think-14b": 14.748e9,
     "nanochat-d32": 1.879e9,
     "youtu-llm-2b": 1.9616e9,
+    "minicpm3-4b": 4.074e9,
     "bamba-9b": 9.7802e9,
     "dots-llm1": 142.77e9,
     "solar-open-100b": 102.65e9,

@@ -36,7 +36,7 @@ DECODERS = (
     "phi3", "olmo2", "olmo3", "granite", "smollm3", "ministral3", "seed_oss", "stablelm", "cohere", "cohere2", "glm",
     "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron", "helium",
     "gemma2", "gemma3_text", "bloom", "gemma", "olmo", "ernie4_5", "arcee", "jais2", "cwm", "ministral", "vaultgemma",
-    "hyperclovax", "nanochat", "youtu",
+    "hyperclovax", "nanochat", "youtu", "minicpm3",
 )  # fmt: skip
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

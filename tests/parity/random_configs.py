@@ -574,6 +574,16 @@ def youtu(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     return {key: own[key] for key in (*names, "num_key_value_heads", "rope_parameters", "rope_interleave")}
 
 
+def minicpm3(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    own = {key: value for key, value in youtu(draw, config, ropes).items() if key != "rope_interleave"}
+    return own | {
+        "scale_emb": draw.one_of(1, 12, 0.5),
+        "scale_depth": draw.one_of(None, 1.4),
+        "dim_model_base": draw.one_of(None, 8),
+        "mlp_bias": draw.flag(),
+    }
+
+
 def bamba(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     layers = config["num_hidden_layers"]
     attention = [layer for layer in range(layers - 1) if draw.flag()]
@@ -647,6 +657,7 @@ def mellum(draw: Draw, config: Config, ropes: list[Config]) -> Config:
 OWN = {
     "gemma": gemma, "olmo": olmo, "ernie4_5": ernie4_5, "arcee": arcee, "jais2": jais2, "cwm": cwm,
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
+    "minicpm3": minicpm3,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
     "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,

@@ -31,7 +31,8 @@ class LatentAttentionPart(Part):
     Queries have ``nope_dim`` elements that are not rotated and ``rotary.size`` that are, and values ``value_dim``. They
     are projected through ``q_rank`` elements and a norm of these, or at once if that is None. ``score_scale``
     multiplies the scores, and ``position_scale`` the queries. With ``bias``, the matrices that read the residual
-    stream, or write to it, have biases, but for that of queries without a ``q_rank``.
+    stream, or write to it, have biases, but for that of queries without a ``q_rank``. ``multiplier`` multiplies the
+    output.
     """
 
     hidden_size: int
@@ -44,6 +45,7 @@ class LatentAttentionPart(Part):
     q_rank: int | None = None
     position_scale: PositionScale | None = None
     bias: bool = False
+    multiplier: float = 1.0
     prefix: str = "self_attn"
 
     @property
@@ -88,16 +90,18 @@ class LatentAttentionPart(Part):
         shared.rope(self.rotary, self.rotary.size)
 
     def _row_transforms(self, layer: str) -> dict[str, RowTransform]:
-        """The order of rotated elements, in which an element is rotated against that half of them away."""
+        """The multiplier, and the order of rotated elements: each is rotated against that half of them away."""
+        (out,) = self._named(layer, "o_proj")
+        found = {} if self.multiplier == 1 else {out: RowTransform(factors=self.multiplier)}
         of_key = self.rotary.head_transform(self.rotary.size)
         if of_key is None:
-            return {}
+            return found
         assert isinstance(of_key.order, np.ndarray) and of_key.factors is None
         of_head = np.concatenate([np.arange(self.nope_dim), self.nope_dim + of_key.order])
         of_queries = np.arange(self.query_features).reshape(self.heads, -1)[:, of_head].ravel()
         of_row = np.concatenate([np.arange(self.rank), self.rank + of_key.order])
         q, kv_a = self._named(layer, "q_proj" if self.q_rank is None else "q_b_proj", "kv_a_proj_with_mqa")
-        return {q: RowTransform(of_queries), kv_a: RowTransform(of_row)}
+        return {**found, q: RowTransform(of_queries), kv_a: RowTransform(of_row)}
 
     def build(self, source: LayerSource) -> LatentAttention:
         ops, layer = source.ops, source.name
