@@ -427,6 +427,7 @@ LAYERS = {  # the kernels of few tokens compute three tokens of those with many 
     "rotated beyond what registers hold": (Sizes(64, 544, 64, 5, 4, True, (64, 32)), RELU, {}),
     "llama4, rotated": (Sizes(96, 272, 96, 4, 1, False, (1, 16)), RELU, {"score": Score.SIGMOID, "scales_input": True}),
     "llama4": (Sizes(96, 64, 96, 32, 1, bias=False), RELU, {"score": Score.SIGMOID, "scales_input": True}),
+    "short pipelines": (Sizes(96, 64, 672, 128, 16, bias=False), RELU, {"renormalise": True}),
     "nemotron_h": (
         Sizes(96, 272, 64, 160, 6),
         ExpertActivation("relu_squared", gated=False),
