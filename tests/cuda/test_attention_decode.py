@@ -488,6 +488,32 @@ def test_prepared_heads_have_the_same_bits(device: Device, int8: bool, head_dim:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_blocks_that_prepare_many_tokens(device: Device, rotated: bool, int8: bool) -> None:
+    """Blocks that take tokens in rounds write the bits of a block for each token, behind the first token too."""
+    import cupy as cp
+
+    shape = Shape(heads=40, rotated=rotated, int8=int8)
+    problem = Problem.random(shape, [n * 7 for n in range(37)], seed=5)
+    results = []
+    for num_sms in None, 1:
+        launcher, own = Launcher(device, 0), problem.copied()
+        if num_sms is not None:
+            launcher.num_sms = num_sms
+        q = cp.zeros((37, shape.heads, shape.head_dim), cp.float16)
+        PrepareHeads(launcher).launch(
+            StepContext(in_step=False), array_source(problem.qkv), problem.spec, own.cache,
+            cp.arange(3, 38, dtype=cp.int32), cp.asarray(problem.context_lens[3:]), cp.asarray(problem.tables[3:]),
+            q, 34, rotated_pairs=pairs_of_rotation(shape.head_dim) if int8 else 0,
+        )  # fmt: skip
+        assert not q.get()[:3].any() and q.get()[3:].any(axis=(1, 2)).all()
+        results.append((q, own.cache.keys, own.cache.values, own.cache.key_scales, own.cache.value_scales))
+    for a, b in zip(*results, strict=True):
+        assert a is None or (a.view(cp.uint8) == b.view(cp.uint8)).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("first", [0, 61, 508, 1500])
 @pytest.mark.parametrize("int8", [False, True])
 def test_drafts_see_the_tokens_before_them(device: Device, int8: bool, first: int) -> None:

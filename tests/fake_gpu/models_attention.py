@@ -85,7 +85,10 @@ def prepare_heads(call: Call) -> None:
     context_lens = call.vector("context_lens", call.sequences, np.int32)
     first, end = int(cu_seqlens[0]), int(cu_seqlens[-1])
     tokens, width = call.launch.grid[0], (call.heads + 2 * call.kv_heads) * call.head_dim
-    call.require(tokens >= end - first, "a block for each token")
+    lanes = call.number("LANES")
+    call.require(lanes or tokens >= end - first, "a block for each token")
+    rows_of_lanes = not call.number("FROM_INT32") and call.head_dim == call.head_pitch == 2 * PREPARE_ELEMENTS * lanes
+    call.require(not lanes or (lanes == call.lanes and rows_of_lanes), "heads of so many lanes")
     threads = call.launch.grid[1] * call.launch.block
     call.require(
         call.lanes & (call.lanes - 1) == 0 and 2 * PREPARE_ELEMENTS * call.lanes >= call.head_dim

@@ -221,6 +221,8 @@ STAGE_RELEASING_LANES = 1
 """Lanes of a reading warp that give a stage of keys and values back; for a checker all, see tests/conftest.py."""
 PREPARE_THREADS = 384
 """Threads of a block that prepares heads, at most."""
+PREPARE_BLOCKS = 3
+"""Blocks of so many threads that an SM has registers for."""
 PREPARE_ELEMENTS = 8
 """Elements of either half of a head that one of them has."""
 LATENT_THREADS = 256
@@ -406,7 +408,7 @@ HEADERS = {
     ),
     "constants/mamba2.cuh": render_header(OUTPUT_THREADS=MAMBA2_OUTPUT_THREADS),
     "constants/attention.cuh": render_header(BLOCK_SIZE=BLOCK_SIZE, SEGMENT=SEGMENT),
-    "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, N=PREPARE_ELEMENTS),
+    "constants/prepare_heads.cuh": render_header(THREADS=PREPARE_THREADS, BLOCKS=PREPARE_BLOCKS, N=PREPARE_ELEMENTS),
     "constants/latent.cuh": render_header(
         THREADS=LATENT_THREADS,
         KEYS=LATENT_KEYS,
