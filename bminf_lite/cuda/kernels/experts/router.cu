@@ -389,7 +389,6 @@ __global__ void __launch_bounds__(TILE_THREADS, 1) router_tiles(
     int rows, int experts, int k, int pitch) {
     using Stage = TileStage<W>;
     static_assert(TILE == 32 && TILE_THREADS == 16 * WARP);
-    constexpr int AT_ONCE = sizeof(W) == 4 ? 8 : 4;  // experts; more would take more registers than there are
     extern __shared__ __align__(128) char memory[];
     const unsigned stages = cast_smem_ptr_to_uint(memory);
     launch_dependent_grids();
@@ -429,19 +428,15 @@ __global__ void __launch_bounds__(TILE_THREADS, 1) router_tiles(
             if (next < steps) load_weight(next), load_rows(next);
             cp_async_commit_group();
         };
+        float4 w[8];
 #pragma unroll
-        for (int first = 0; first < 8; first += AT_ONCE) {
-            float4 w[AT_ONCE];
+        for (int e = 0; e < 8; ++e) w[e] = Stage::weight(stage + own_w + e * 2 * Stage::WEIGHT_BYTES);
 #pragma unroll
-            for (int e = 0; e < AT_ONCE; ++e)
-                w[e] = Stage::weight(stage + own_w + (first + e) * 2 * Stage::WEIGHT_BYTES);
+        for (int r = 0; r < 8; ++r) {
+            if (r == 4) advance();
+            const float4 values = TileStage<float>::weight(stage + own_x + r * 2 * Stage::ROW_BYTES);
 #pragma unroll
-            for (int r = 0; r < 8; ++r) {
-                if (first * 8 + r * AT_ONCE == 32) advance();
-                const float4 values = TileStage<float>::weight(stage + own_x + r * 2 * Stage::ROW_BYTES);
-#pragma unroll
-                for (int e = 0; e < AT_ONCE; ++e) sums[r * 8 + first + e] = dot4(values, w[e], sums[r * 8 + first + e]);
-            }
+            for (int e = 0; e < 8; ++e) sums[r * 8 + e] = dot4(values, w[e], sums[r * 8 + e]);
         }
     }
     cp_async_wait_all();
