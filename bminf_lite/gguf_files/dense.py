@@ -48,6 +48,11 @@ def _llama_or_mixtral(header: GgufHeader, config: dict[str, Any]) -> None:
 
 def phi3(header: GgufHeader, config: dict[str, Any]) -> None:
     partial(header, config)
+    long_rope(header, config)
+
+
+def long_rope(header: GgufHeader, config: dict[str, Any]) -> None:
+    """The factors of LongRoPE, if the file has them, and the context before it."""
     if all(name in header.tensors for name in LONG_FACTORS):
         if header.of_model("rope.scaling.factor", 1) not in (0, 1):
             problem = "has rope.scaling.factor beside LongRoPE's factors, which are not combined here"

@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import CheckpointError
 from . import recurrent
 from .converted import COMMON, RMS, Converted
+from .dense import long_rope
 from .header import GgufHeader
 from .mixtures import CORRECTION_BIAS, GROUPS, NEEDED, ROUTED, SIGMOID, SOFTMAX, leading, routed, without_drafting
 from .rope import shortest
@@ -30,13 +31,16 @@ _LOG_MULTIPLIER = 0.1
 """``rope.scaling.yarn_log_multiplier`` of these files is YaRN's ``mscale_all_dim`` times this."""
 
 
-def latent(header: GgufHeader, config: dict[str, Any]) -> None:
-    """The sizes of heads, and YaRN, whose factor on cosine and sine is 1 in llama.cpp: it scales the scores."""
+def latent(header: GgufHeader, config: dict[str, Any], default: int = 0) -> None:
+    """The sizes of heads, and YaRN, whose factor on cosine and sine is 1 in llama.cpp: it scales the scores.
+
+    Values have ``default`` elements if the file does not say it.
+    """
     config["num_key_value_heads"] = config["num_attention_heads"]
     config["q_lora_rank"] = header.of_model("attention.q_lora_rank") or None
     rotated = config["qk_rope_head_dim"]
     keys = header.of_model("attention.key_length_mla") or header.of_model("attention.key_length", 0)
-    values = header.of_model("attention.value_length_mla") or header.of_model("attention.value_length", 0)
+    values = header.of_model("attention.value_length_mla") or header.of_model("attention.value_length", default)
     header.of_model("attention.key_length"), header.of_model("attention.value_length")
     if keys <= rotated or values < 1:
         problem = f"attention.key_length_mla is {keys}, attention.value_length_mla {values}, and {rotated} are rotated"
@@ -68,6 +72,12 @@ def _deepseek2(header: GgufHeader, config: dict[str, Any]) -> None:
     routed(header, config, SIGMOID if has_sigmoids else SOFTMAX)
     if not has_sigmoids:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+
+
+def minicpm3(header: GgufHeader, config: dict[str, Any]) -> None:
+    """Values have the embedding's elements divided by the heads where the file does not say their size."""
+    long_rope(header, config)
+    latent(header, config, config["hidden_size"] // config["num_attention_heads"])
 
 
 def _kimi_linear(header: GgufHeader, config: dict[str, Any]) -> None:
@@ -108,6 +118,13 @@ LATENT: dict[str, Converted] = {
         drafts=True,
         others=("deepseek_v2", "youtu"),
         further=_deepseek2,
+    ),
+    "minicpm3": Converted(
+        "minicpm3",
+        LATENT_KEYS | RMS,
+        {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+        required=("attention.kv_lora_rank", "rope.dimension_count", "attention.key_length"),
+        further=minicpm3,
     ),
     "kimi-linear": Converted(
         "kimi_linear",

@@ -34,7 +34,7 @@ def tensors_left_out(header: GgufHeader) -> set[str]:
         *further,
         *(known.unread(header) if known.unread else ()),
         *((FACTORS,) if "rope.freq_base" in known.keys or known.further is gemma4.further else ()),
-        *(LONG_FACTORS if known.further is phi3 else ()),
+        *(LONG_FACTORS if known.further in (phi3, latent.minicpm3) else ()),
     }
 
 

@@ -28,6 +28,7 @@ FAMILIES = {
     "glm4_moe_lite": "deepseek2",
     "youtu": "deepseek2",
     "kimi_linear": "kimi-linear",
+    "minicpm3": "minicpm3",
 }
 """Names in GGUF."""
 SOFTMAX, SIGMOID = 1, 2
@@ -79,6 +80,11 @@ def metadata(config: Any, given: dict[str, Any]) -> dict[str, Any]:
         }
         if "mscale_all_dim" in rope:
             found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if model_type == "minicpm3":
+        left_out = ("attention.value_length", "attention.key_length_mla", "attention.value_length_mla")
+        kept = {key: value for key, value in found.items() if key not in left_out}
+        heads = {"attention.head_count_kv": mixer.heads, "attention.key_length": mixer.nope_dim + mixer.rotary.size}
+        return kept | heads
     if experts is None:
         return found | {"leading_dense_block_count": config.num_layers, "expert_shared_count": 0}
     router = experts.router
@@ -179,7 +185,8 @@ def convert(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """A tensor as the converter writes it, with the package's ``names``; some are written as two."""
     layer = name.split(".layers.")[-1].split(".")[0]
-    if name.endswith("self_attn.kv_b_proj.weight") and (parts := list(divided(layer, values, config))):
+    is_divided = name.endswith("self_attn.kv_b_proj.weight") and given["model_type"] != "minicpm3"
+    if is_divided and (parts := list(divided(layer, values, config))):
         yield from parts
         return
     if name.endswith((".mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")):

@@ -180,6 +180,7 @@ SIZES_OF_STATES = {
     "exaone-moe": "expert_shared_count",
     "deepseek2": "attention.kv_lora_rank",
     "kimi-linear": "kda.head_dim",
+    "minicpm3": "attention.kv_lora_rank",
 }
 """A size that the layers with a state or experts of these architectures must have, or heads that differ by layer."""
 

@@ -59,6 +59,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4_moe_lite, two shared": ("glm4_moe_lite", "whole queries, two shared", {}),
     "youtu": ("youtu", "plain weights", {}),
     "kimi_linear": ("kimi_linear", "two kinds", {}),
+    "minicpm3": (
+        "minicpm3",
+        "plain weights, untied",
+        {"v_head_dim": 12, "scale_emb": 12, "dim_model_base": 256},
+    ),
 }
 
 
@@ -129,6 +134,26 @@ def test_gpt_oss_in_mxfp4_is_that_of_its_folder(tmp_path: Path) -> None:
         for name in (name for name in expected if ".experts." in name):
             values = expected[name] if name.endswith("bias") else gguf_kit.as_stored(name, expected[name], "MXFP4")
             np.testing.assert_array_equal(model.checkpoint.read(name).astype(np.float32), values)
+
+
+def test_factors_of_longrope_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = next(golden for golden in goldens("minicpm3") if golden.name == "longrope")
+    rope = golden.config["rope_parameters"]
+    golden = replace(golden, config=golden.config | {"scale_emb": 12, "dim_model_base": 256, "v_head_dim": 12})
+    close = gguf.GGUFWriter.write_header_to_file
+
+    def with_factors(writer: Any) -> None:
+        for kind in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+        close(writer)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
+    metadata = {"rope.freq_base": 100.0, "rope.scaling.original_context_length": 64}
+    path = gguf_kit.write(tmp_path / "model.gguf", golden, **metadata)
+    tokens = golden.tokens[:20]
+    expected = golden.logits_with(RandomWeights(golden.config, golden.seed), tokens)
+    with bminf_lite.load(path, device="cpu") as loaded:
+        assert_close(loaded.logits(tokens), expected, "logits", np.float32, np.abs(expected).max())
 
 
 def test_sizes_of_1_at_the_end_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
