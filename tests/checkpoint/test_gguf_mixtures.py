@@ -148,7 +148,7 @@ def test_factors_of_longrope_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
         close(writer)
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
-    metadata = {"rope.freq_base": 100.0, "rope.scaling.original_context_length": 64}
+    metadata = {"rope.freq_base": 100.0, "rope.scaling.original_context_length": 64, "context_length": 256}
     path = gguf_kit.write(tmp_path / "model.gguf", golden, **metadata)
     tokens = golden.tokens[:20]
     expected = golden.logits_with(RandomWeights(golden.config, golden.seed), tokens)
