@@ -181,7 +181,8 @@ class ColumnsOfRank:
         try:
             return weight_columns(whole, shard(whole.shape[1], self.ranks))
         except ValueError as error:
-            raise UsageError(f"{name} cannot be divided among {self.ranks.tp_size} ranks: {error}") from error
+            remedy = "take fewer ranks, or migrate the original by a recipe that rotates nothing, such as w8a8"
+            raise UsageError(f"{name} cannot be divided among {self.ranks.tp_size} ranks: {error}; {remedy}") from error
 
     def vector(self, name: str) -> np.ndarray:
         return self.weights.vector(name)
