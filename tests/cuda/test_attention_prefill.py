@@ -84,6 +84,7 @@ def test_a_segment_is_whole_tiles_and_a_tile_is_in_whole_blocks(capability: tupl
         (1024, 1, 1024, 1024, 4, TILE),
         (1024, 1, 1024, 8192, 4, CLUSTER_TILE),
         (2048, 16, 1024, 8192, 4, TILE),
+        (2048, 1, 2048, 2048, 8, TILE),
         (8192, 1, 8192, 8192, 1, CLUSTER_TILE),
     ],
 )
