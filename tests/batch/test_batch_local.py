@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ from embedding_kit import write_encoder
 import bminf_lite
 from bminf_lite.batch import job as jobs
 from bminf_lite.batch.runner import Counts
+from bminf_lite.engine.model_runner import LaunchedStep, ModelRunner
+from bminf_lite.engine.step import Step
 from bminf_lite.errors import BminfError, UsageError
+from bminf_lite.server.client import EngineFailure
 
 PROGRAM = "import sys; from bminf_lite.cli import main; main(sys.argv[1:])"
 
@@ -86,6 +90,24 @@ def test_the_end_of_the_process_of_the_rows_is_an_error_and_loses_nothing(int8, 
     kept = journal_rows(out)
     assert run(int8, rows, out, block_rows=400).rows == 400 - len(kept) < 400
     assert [row["id"] for row in read_rows(out)] == list(range(400))
+
+
+def test_an_engine_that_fails_ends_the_batch_and_loses_nothing(int8, tmp_path, monkeypatch):
+    rows, out = write_rows(tmp_path / "in.jsonl", prompts(60, tokens=20)), tmp_path / "out"
+    launch, launches = ModelRunner.launch, count()
+
+    def lost(runner: ModelRunner, step: Step) -> LaunchedStep:
+        if next(launches) == 100:
+            raise RuntimeError("the device is lost")
+        return launch(runner, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "launch", lost)
+        with pytest.raises(EngineFailure, match="the device is lost"):
+            run(int8, rows, out, block_rows=60)
+    kept = journal_rows(out)
+    assert run(int8, rows, out, block_rows=60).rows == 60 - len(kept) < 60
+    assert all(row["error"] is None for row in read_rows(out))
 
 
 def test_a_kill_while_a_complete_batch_is_tidied_up_costs_no_answer(int8, rows, tmp_path, expected, monkeypatch):
