@@ -345,7 +345,9 @@ async def _serve(replicas: Replicas, listener: Listener, settings: ServerSetting
         listener.close()
         await fronts.stop(seconds)
         await replicas.stop(seconds)
-        await asyncio.gather(*keepers)
+        kept = await asyncio.gather(*keepers, return_exceptions=True)  # all of them: no process stays behind
+    if failed := [error for error in kept if error is not None]:
+        raise failed[0]
     if insisted:
         raise SystemExit(128 + insisted[0])
     if replicas.failure is not None:

@@ -178,6 +178,7 @@ def test_a_process_that_cannot_be_started_ends_the_server(refused: str, monkeypa
         return await start(*command, **options)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    before = set(psutil.Process().children())
     listener = Listener(Address("127.0.0.1", 0), 1)
     with pytest.raises(BlockingIOError):
         serve_replicas(
@@ -187,6 +188,7 @@ def test_a_process_that_cannot_be_started_ends_the_server(refused: str, monkeypa
             1.0,
             lambda message: None,
         )
+    assert set(psutil.Process().children()) <= before
 
 
 def test_replicas_that_keep_ending_end_the_server() -> None:
