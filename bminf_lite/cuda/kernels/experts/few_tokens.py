@@ -48,6 +48,8 @@ FIRST_CHUNKS, SECOND_CHUNKS = 16, 6
 The first product gets more of the bandwidth then and ends earlier, and the rest of the second one's rows is loaded
 while it multiplies. A layer of one token of Qwen3-30B-A3B on an H200 takes 18.6 us instead of 19.7 with 12 and 12.
 """
+SHORT_EACH = EACH[:-1]
+"""Experts of a lane for which there are such kernels: with the most, threads spill 116 bytes of their registers."""
 PIPELINES_TO_LAUNCH_LATE = 2
 """The second product lets its successor start after its wait, if its blocks read at most that many pipelines of bytes.
 
@@ -102,8 +104,8 @@ class FewTokens:
                 yield KernelFamily(cls.source, name, (EACH, BOOLEANS, UNITS[::-1], BOOLEANS), defines=defines)
         if shared >= LARGE_SHARED_MEMORY:
             defines = defines_for(FIRST_CHUNKS)
-            yield KernelFamily(cls.source, "few_tokens_hidden", values, _possible_hidden, defines)
-            short = (EACH, BOOLEANS, UNITS[-1:], BOOLEANS)
+            yield KernelFamily(cls.source, "few_tokens_hidden", (SHORT_EACH, *values[1:]), _possible_hidden, defines)
+            short = (SHORT_EACH, BOOLEANS, UNITS[-1:], BOOLEANS)
             yield KernelFamily(cls.source, "few_tokens_down", short, defines=defines_for(SECOND_CHUNKS))
 
     def supports(
@@ -189,7 +191,9 @@ class FewTokens:
         tokens, spec = len(logits), router.spec
         pairs = len(out)
         parts = pairs // tokens - spec.top_k
-        is_short = side is None and tokens * weight.pitch <= LONG_CODES and self._is_short(pairs, down)
+        is_short = (
+            side is None and tokens * weight.pitch <= LONG_CODES and self._is_short(pairs, down, spec.num_experts)
+        )
         features = weight.out_features // (2 if activation.gated else 1)
         plan = self._plan(
             "hidden" if side is None else "hidden_adapted",
@@ -276,7 +280,7 @@ class FewTokens:
             12 if side is None else 16,
             weight.pitch,
             f", {BOOLEANS[weight.rotation > 1]}",
-            SECOND_CHUNKS if side is None and self._is_short(pairs, weight) else None,
+            SECOND_CHUNKS if side is None and self._is_short(pairs, weight, spec.num_experts) else None,
         )
         plan.kernel(
             plan.grid,
@@ -314,8 +318,10 @@ class FewTokens:
         )
         _one_block_per_sm(step)
 
-    def _is_short(self, pairs: int, down: ExpertMatrices) -> bool:
+    def _is_short(self, pairs: int, down: ExpertMatrices, experts: int) -> bool:
         """Whether pipelines have ``FIRST_CHUNKS`` and ``SECOND_CHUNKS``."""
+        if experts_of_a_lane(experts) not in SHORT_EACH:
+            return False
         rows = pairs * share_of(down.out_features, 1, self._launcher.num_sms)[1]
         unit, pipelines = UNITS[-1], WARPS * SECOND_CHUNKS * FEW_CHUNK
         if self._launcher.max_shared < LARGE_SHARED_MEMORY or best_unit(rows, down.pitch) != unit:
