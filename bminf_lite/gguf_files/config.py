@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import CheckpointError, checkpoint_error, is_whole
 from .architectures import converted
 from .converted import Converted, largest
-from .header import GgufHeader
+from .header import REMEDY, GgufHeader
 from .rope import rope_scaling, shortest
 from .special_tokens import end_ids
 from .unread import ReadHeader, unread_problems
@@ -104,7 +104,7 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
         known.further(header, config)
     problems = unread_problems(header, config)
     if problems:
-        raise checkpoint_error(header.path, problems, "migrate the model's Hugging Face folder instead")
+        raise checkpoint_error(header.path, problems, REMEDY)
     return config
 
 
@@ -112,7 +112,7 @@ def _check_experts(header: GgufHeader, known: Converted) -> None:
     """Refuse experts of architectures that are run without, and numbers of experts that are not in the tensors."""
     if "expert_count" not in known.keys:
         problem = f"is a mixture of experts, which this version does not run for {header.architecture}"
-        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+        raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
     count = header.of_model("expert_count")
     held = {tensor.shape[0] for name, tensor in header.tensors.items() if name.endswith("_exps.weight")}
     if held != {count}:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CheckpointError
-from .header import GgufHeader
+from ..errors import CheckpointError, is_whole
+from .header import REMEDY, GgufHeader
 
 COMMON = {
     "embedding_length": "hidden_size",
@@ -23,6 +23,12 @@ EPSILON = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 HEAD_SIZE = {"attention.key_length": "head_dim"}
 WINDOW = {"attention.sliding_window": "sliding_window"}
 CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+SHARED_EXPERT = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""The widths of experts, and of one that all tokens share."""
 GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -39,11 +45,13 @@ class Converted:
     of each head alternate between its halves, as in Meta's LLaMA. ``grouped_qkv``: query, key and value of a fused
     matrix are one after another instead of head by head. ``norm_offset``: 1 is added to the weights of norms.
     ``transposed`` are parts of names of matrices that Hugging Face stores ``[in, out]``, and ``shapes`` has ends of
-    names of tensors that it stores in another shape, with -1 for the size that follows. ``required`` are further keys
-    that a file must have. ``renamed`` are parts of Hugging Face's names that a file has under another name than the
-    package ``gguf`` says, and ``joined`` those of matrices whose rows a file has as several tensors. ``tensors`` has
-    whole names of tensors in a layer, and ``unread`` says which tensors no model of Hugging Face has. ``further`` adds
-    to the configuration, and may take one of ``others`` as the ``model_type``.
+    names of tensors that it stores in another shape, with -1 for the size that follows. ``tiled``: the value heads of
+    one key head of a gated DeltaNet are apart. ``drafts``: layers behind those that run guess tokens. ``required`` are
+    further keys that a file must have. ``renamed`` are parts of Hugging Face's names that a file has under another name
+    than the package ``gguf`` says, and ``joined`` those of matrices whose rows a file has as several tensors.
+    ``tensors`` has whole names of tensors in a layer, and ``unread`` says which tensors no model of Hugging Face has,
+    such as those of a rotation. ``further`` adds to the configuration, and may take one of ``others`` as the
+    ``model_type``.
     """
 
     model_type: str
@@ -83,7 +91,7 @@ def granite(header: GgufHeader, config: dict[str, Any]) -> None:
     """In llama.cpp a flag turns the rotation of Granite off."""
     if not header.of_model("rope.scaling.finetuned", True):
         problem = "has no rotation (rope.scaling.finetuned), which this version does not run"
-        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+        raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
     llama(header, config)
 
 
@@ -113,5 +121,25 @@ def windows(header: GgufHeader, config: dict[str, Any]) -> None:
         pattern = [False] * config["num_hidden_layers"]
     if not isinstance(pattern, list):
         problem = "has windows, and does not say in which layers"
-        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+        raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
     config["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
+
+
+def has(header: GgufHeader, *parts: str) -> bool:
+    """Whether any layer has a tensor of one of these names, such as ``attn_q.bias``."""
+    return any(name.startswith("blk.") and name.split(".", 2)[-1] in parts for name in header.tensors)
+
+
+def layers_that_run(header: GgufHeader) -> int:
+    """The layers without those behind that draft tokens."""
+    further = header.of_model("nextn_predict_layers", 0)
+    return int(header.of_model("block_count")) - (further if is_whole(further) and further >= 0 else 1 << 32)
+
+
+def checked_layers(header: GgufHeader) -> int:
+    """The layers that run. Raises :class:`CheckpointError` if there is none."""
+    layers = layers_that_run(header)
+    if layers < 1:
+        problem = f"nextn_predict_layers is {header.of_model('nextn_predict_layers')!r} of block_count layers"
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; export the model again")
+    return layers

@@ -22,7 +22,7 @@ from .converted import (
     partial_of_head,
     windows,
 )
-from .header import GgufHeader
+from .header import REMEDY, GgufHeader
 from .rope import LONG_FACTORS, number, shortest, small_tensor
 
 GPT_NAMES = {
@@ -46,9 +46,14 @@ def _llama_or_mixtral(header: GgufHeader, config: dict[str, Any]) -> None:
         config.pop("num_experts_per_tok", None)
 
 
-def phi3(header: GgufHeader, config: dict[str, Any]) -> None:
+def _phi3(header: GgufHeader, config: dict[str, Any]) -> None:
     partial(header, config)
     long_rope(header, config)
+
+
+def long_factors(header: GgufHeader) -> set[str]:
+    """The tensors that :func:`long_rope` reads."""
+    return set(LONG_FACTORS)
 
 
 def long_rope(header: GgufHeader, config: dict[str, Any]) -> None:
@@ -56,7 +61,7 @@ def long_rope(header: GgufHeader, config: dict[str, Any]) -> None:
     if all(name in header.tensors for name in LONG_FACTORS):
         if header.of_model("rope.scaling.factor", 1) not in (0, 1):
             problem = "has rope.scaling.factor beside LongRoPE's factors, which are not combined here"
-            raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+            raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
         short, long = ([shortest(x) for x in small_tensor(header, name)] for name in LONG_FACTORS)
         config["rope_scaling"] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         factor = header.of_model("rope.scaling.attn_factor")
@@ -87,7 +92,7 @@ def _falcon(header: GgufHeader, config: dict[str, Any]) -> None:
     config["bias"] = "blk.0.attn_qkv.bias" in header.tensors
     if not config["new_decoder_architecture"] and not config["multi_query"]:
         problem = "is a Falcon of the first architecture with many key-value heads, which may have ALiBi"
-        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+        raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
 
 
 def _gemma(header: GgufHeader, config: dict[str, Any], large: int) -> None:
@@ -166,7 +171,7 @@ def _ministral3(header: GgufHeader, config: dict[str, Any]) -> None:
     original = config["rope_scaling"].get("original_max_position_embeddings")
     if (length := header.of_model("attention.temperature_length", original)) != original:
         problem = f"attention.temperature_length is {length}, not the original context of {original}"
-        raise CheckpointError(f"{header.path}: {problem}; migrate the model's Hugging Face folder instead")
+        raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
     config["rope_scaling"] |= {
         "mscale": 1.0,
         "mscale_all_dim": shortest(multiplier),
@@ -185,7 +190,7 @@ DENSE: dict[str, Converted] = {
     ),
     "qwen2": Converted("qwen2", COMMON | RMS, {"use_sliding_window": False}),
     "qwen3": Converted("qwen3", COMMON | RMS | HEAD_SIZE, {"use_sliding_window": False}),
-    "phi3": Converted("phi3", COMMON | RMS | WINDOW, {}, further=phi3),
+    "phi3": Converted("phi3", COMMON | RMS | WINDOW, {}, unread=long_factors, further=_phi3),
     "olmo2": Converted("olmo2", COMMON | RMS, {}, others=("olmo3",), further=_olmo2),
     "granite": Converted(
         "granite",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isnan
 from typing import Any
 
 import tokenizers
@@ -11,7 +10,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from ..errors import CheckpointError, is_whole
 from .header import GgufHeader
-from .special_tokens import CONTROL, named_ids, vocabulary
+from .special_tokens import CONTROL, named_ids, scores_of, vocabulary
 
 SPACE = "▁"
 """What marks the first piece of a word."""
@@ -45,9 +44,7 @@ def word_piece(header: GgufHeader, tokens: Sequence[str]) -> tokenizers.Tokenize
 def unigram(header: GgufHeader, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     """XLM-RoBERTa's tokenizer: the most probable pieces of each word, of text that a table of SentencePiece changes."""
     metadata = header.metadata
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(is_score, scores)):
-        raise CheckpointError(f"{header.path}: tokenizer.ggml.scores does not have a number for each token")
+    scores = scores_of(header, tokens)
     unknown = named_ids(header).get("unknown")
     if unknown is None:
         raise CheckpointError(f"{header.path}: lacks tokenizer.ggml.unknown_token_id; export the model again")
@@ -67,11 +64,6 @@ def unigram(header: GgufHeader, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     first, end = _text(header, tokens, "bos", "<s>"), _text(header, tokens, "eos", "</s>")
     _frame(backend, first, end, f"{first} $A {end} {end} $B {end}")
     return backend
-
-
-def is_score(value: Any) -> bool:
-    """Whether a value is a number that pieces can be compared by."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not isnan(value)
 
 
 def _piece(token: str, kind: int) -> str:

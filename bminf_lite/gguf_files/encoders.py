@@ -11,13 +11,12 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .converted import Converted
-from .header import GgufHeader
+from .header import REMEDY, GgufHeader
 
 POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 """``pooling_type``, and sentence-transformers' names."""
 POSITIONS, TOKEN_TYPES, OUTPUT_OF_HEAD = "position_embd.weight", "token_types.weight", "cls.output.weight"
 _HEAD_OF_TRAINING = ("cls.weight", "cls.norm.weight")
-_REMEDY = "migrate the model's Hugging Face folder instead"
 
 
 def pooling_of(header: GgufHeader) -> str | None:
@@ -30,7 +29,7 @@ def pooling_of(header: GgufHeader) -> str | None:
         return None
     if kind not in POOLINGS:
         problem = f"pooling_type is {kind!r}, not one of {', '.join(map(str, POOLINGS))}"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
     return POOLINGS[kind]
 
 
@@ -51,35 +50,36 @@ def _encoder(header: GgufHeader, config: dict[str, Any]) -> None:
     """Refuse heads, whose kind a file does not say, and attention to the tokens before alone."""
     if OUTPUT_OF_HEAD in header.tensors:
         problem = f"has a head that classifies or ranks (the tensor {OUTPUT_OF_HEAD}), whose form it does not say"
-        raise CheckpointError(f"{header.path}: {problem}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
     if header.of_model("attention.causal", False) is not False:
         problem = f"attention.causal is {header.of_model('attention.causal')!r}, not false"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
     if TOKEN_TYPES in header.tensors:
         config["type_vocab_size"] = header.tensors[TOKEN_TYPES].shape[0]
+
+
+def _check_rotation(header: GgufHeader, config: dict[str, Any]) -> None:
+    if config.pop("rope_scaling", None):
+        problem = "has a scaling of the rotation (rope.scaling.*), which this version does not run for this model"
+        raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
 
 
 def _bert(header: GgufHeader, config: dict[str, Any]) -> None:
     _encoder(header, config)
     if POSITIONS not in header.tensors:
-        raise CheckpointError(f"{header.path}: lacks the tensor {POSITIONS}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: lacks the tensor {POSITIONS}; {REMEDY}")
     config["max_position_embeddings"] = header.tensors[POSITIONS].shape[0]
 
 
 def _nomic_bert(header: GgufHeader, config: dict[str, Any]) -> None:
     _encoder(header, config)
-    if config.pop("rope_scaling", None):
-        problem = "has a scaling of the rotation (rope.scaling.*), which this version does not run for this model"
-        raise CheckpointError(f"{header.path}: {problem}; {_REMEDY}")
+    _check_rotation(header, config)
 
 
 def _modern_bert(header: GgufHeader, config: dict[str, Any]) -> None:
     """A base for the layers without a window, and one for the others; of a training's head only parts are in a file."""
     _encoder(header, config)
-    scaling = config.pop("rope_scaling", None)
-    if scaling:
-        problem = "has a scaling of the rotation (rope.scaling.*), which this version does not run for this model"
-        raise CheckpointError(f"{header.path}: {problem}; {_REMEDY}")
+    _check_rotation(header, config)
     config["attention_bias"] = "blk.0.attn_qkv.bias" in header.tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
     config["norm_bias"] = "blk.0.ffn_norm.bias" in header.tensors

@@ -104,9 +104,9 @@ def _rotated_part(header: GgufHeader) -> float:
 
 
 def unread_tensors(header: GgufHeader) -> set[str]:
-    """Keys and values of layers that read those of others."""
+    """Keys and values of layers that read those of others, and the factors of the rotation."""
     first = header.of_model("block_count") - (header.of_model("attention.shared_kv_layers") or 0)
-    found = set()
+    found = {FACTORS}
     for name in header.tensors:
         match = re.match(r"blk\.(\d+)\.attn_(k|v|k_norm)\.", name)
         if match and int(match[1]) >= first:

@@ -13,6 +13,9 @@ from typing import Any
 from ..errors import CheckpointError, checkpoint_error
 from .header_file import HeaderFile, HeaderProblem
 
+REMEDY = "migrate the model's Hugging Face folder instead"
+"""What to do about a file that lacks something, or has what this version does not run."""
+
 INSTALL = "pip install 'bminf-lite[gguf]'"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 

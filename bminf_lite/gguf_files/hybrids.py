@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import recurrent
-from .converted import COMMON, GRANITE, HEAD_SIZE, RMS, Converted
+from .converted import COMMON, EXPERTS, GRANITE, HEAD_SIZE, RMS, SHARED_EXPERT, Converted
 
 NEMOTRON_H = (
     {key: name for key, name in COMMON.items() if key not in ("block_count", "rope.freq_base")}
@@ -28,7 +28,7 @@ HYBRIDS: dict[str, Converted] = {
         | RMS
         | recurrent.MAMBA
         | GRANITE
-        | recurrent.EXPERTS
+        | EXPERTS
         | {"expert_count": "num_local_experts", "expert_shared_feed_forward_length": "shared_intermediate_size"},
         {"mamba_d_head": "auto"},
         permuted=True,
@@ -65,30 +65,20 @@ HYBRIDS: dict[str, Converted] = {
     ),
     "qwen35moe": Converted(
         "qwen3_5_moe_text",
-        QWEN35
-        | recurrent.EXPERTS
-        | {
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
+        QWEN35 | EXPERTS | SHARED_EXPERT,
         {},
         norm_offset=True,
-        required=(*recurrent.DELTA_NET, *recurrent.EXPERTS, "expert_feed_forward_length"),
+        required=(*recurrent.DELTA_NET, *EXPERTS, "expert_feed_forward_length"),
         tiled=True,
         drafts=True,
         further=recurrent.qwen35,
     ),
     "qwen3next": Converted(
         "qwen3_next",
-        QWEN35
-        | recurrent.EXPERTS
-        | {
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
+        QWEN35 | EXPERTS | SHARED_EXPERT,
         {"norm_topk_prob": True},
         norm_offset=True,
-        required=(*recurrent.DELTA_NET, *recurrent.EXPERTS, "expert_feed_forward_length"),
+        required=(*recurrent.DELTA_NET, *EXPERTS, "expert_feed_forward_length"),
         joined={"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")},
         further=recurrent.qwen35,
     ),
@@ -102,13 +92,13 @@ HYBRIDS: dict[str, Converted] = {
     "lfm2moe": Converted(
         "lfm2_moe",
         LFM2
-        | recurrent.EXPERTS
+        | EXPERTS
         | {
             "expert_feed_forward_length": "moe_intermediate_size",
             "leading_dense_block_count": "num_dense_layers",
         },
         {"norm_topk_prob": True, "routed_scaling_factor": 1.0},
-        required=("shortconv.l_cache", *recurrent.EXPERTS, "expert_feed_forward_length"),
+        required=("shortconv.l_cache", *EXPERTS, "expert_feed_forward_length"),
         further=recurrent.lfm2_moe,
     ),
 }

@@ -15,9 +15,9 @@ import numpy as np
 
 from ..errors import CheckpointError
 from . import recurrent
-from .converted import COMMON, RMS, Converted
-from .dense import long_rope
-from .header import GgufHeader
+from .converted import COMMON, RMS, Converted, has
+from .dense import long_factors, long_rope
+from .header import REMEDY, GgufHeader
 from .mixtures import CORRECTION_BIAS, GROUPS, NEEDED, ROUTED, SIGMOID, SOFTMAX, leading, routed, without_drafting
 from .rope import shortest
 
@@ -26,7 +26,6 @@ LATENT_KEYS = {key: name for key, name in COMMON.items() if key != "attention.he
     "attention.kv_lora_rank": "kv_lora_rank",
     "rope.dimension_count": "qk_rope_head_dim",
 }
-_REMEDY = "migrate the model's Hugging Face folder instead"
 _LOG_MULTIPLIER = 0.1
 """``rope.scaling.yarn_log_multiplier`` of these files is YaRN's ``mscale_all_dim`` times this."""
 
@@ -50,7 +49,7 @@ def latent(header: GgufHeader, config: dict[str, Any], default: int = 0) -> None
     if (config.get("rope_scaling") or {}).get("rope_type") == "yarn" and weight:
         if header.of_model("rope.scaling.attn_factor", 1.0) != 1:
             problem = "rope.scaling.attn_factor is not 1 beside YaRN's own factor"
-            raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+            raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
         config["rope_scaling"].pop("attention_factor", None)
         of_all = round(shortest(weight) / _LOG_MULTIPLIER, 6)
         config["rope_scaling"] |= {"mscale": of_all, "mscale_all_dim": of_all}
@@ -67,14 +66,14 @@ def _deepseek2(header: GgufHeader, config: dict[str, Any]) -> None:
         header.of_model("expert_gating_func")
         return
     leading(header, config)
-    has_sigmoids = header.of_model("expert_gating_func") == SIGMOID or recurrent.has(header, CORRECTION_BIAS)
+    has_sigmoids = header.of_model("expert_gating_func") == SIGMOID or has(header, CORRECTION_BIAS)
     config["model_type"] = "deepseek_v3" if has_sigmoids else "deepseek_v2"
     routed(header, config, SIGMOID if has_sigmoids else SOFTMAX)
     if not has_sigmoids:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
 
 
-def minicpm3(header: GgufHeader, config: dict[str, Any]) -> None:
+def _minicpm3(header: GgufHeader, config: dict[str, Any]) -> None:
     """Values have the embedding's elements divided by the heads where the file does not say their size."""
     long_rope(header, config)
     latent(header, config, config["hidden_size"] // config["num_attention_heads"])
@@ -124,7 +123,8 @@ LATENT: dict[str, Converted] = {
         LATENT_KEYS | RMS,
         {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
         required=("attention.kv_lora_rank", "rope.dimension_count", "attention.key_length"),
-        further=minicpm3,
+        unread=long_factors,
+        further=_minicpm3,
     ),
     "kimi-linear": Converted(
         "kimi_linear",

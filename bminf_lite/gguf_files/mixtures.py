@@ -5,21 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import CheckpointError
-from . import recurrent
 from .converted import (
     COMMON,
+    EXPERTS,
     GRANITE,
     HEAD_SIZE,
     RMS,
+    SHARED_EXPERT,
     WINDOW,
     Converted,
     biases,
+    checked_layers,
     granite,
+    has,
     largest,
     partial_of_head,
     windows,
 )
-from .header import GgufHeader
+from .header import REMEDY, GgufHeader
 
 SOFTMAX, SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
@@ -43,9 +46,8 @@ LOCAL = {
     "expert_feed_forward_length": "intermediate_size",
 }
 NEEDED = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-_REMEDY = "migrate the model's Hugging Face folder instead"
 _PERIODS = {"gpt-oss": 2, "afmoe": 4}
-"""Of so many layers the last one has no window, where a file does not say it."""
+"""The number of layers after which windows repeat, for files that do not say it: the last of them has no window."""
 
 
 def routed(header: GgufHeader, config: dict[str, Any], function: int = SIGMOID) -> None:
@@ -54,19 +56,22 @@ def routed(header: GgufHeader, config: dict[str, Any], function: int = SIGMOID) 
     Raises :class:`CheckpointError` if the router has another function than ``function``. Where a file names none, a
     bias that only chooses is one of sigmoids.
     """
-    default = SIGMOID if recurrent.has(header, CORRECTION_BIAS) else SOFTMAX
-    if (found := header.of_model("expert_gating_func") or default) != function:
-        names = {SOFTMAX: "softmax", SIGMOID: "sigmoid"}
-        problem = f"expert_gating_func is {found}, not {function} ({names[function]})"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+    _check_function(header, SIGMOID if has(header, CORRECTION_BIAS) else SOFTMAX, function)
     config["norm_topk_prob"] = config.get("norm_topk_prob") or False
     config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0
     config["n_group"], config["topk_group"] = config.get("n_group") or 1, config.get("topk_group") or 1
 
 
+def _check_function(header: GgufHeader, default: int, function: int) -> None:
+    if (found := header.of_model("expert_gating_func") or default) != function:
+        names = {SOFTMAX: "softmax", SIGMOID: "sigmoid"}
+        problem = f"expert_gating_func is {found}, not {function} ({names[function]})"
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
+
+
 def without_drafting(header: GgufHeader, config: dict[str, Any]) -> None:
     """Leave out the layers behind the others, which draft tokens."""
-    config["num_hidden_layers"] = recurrent.checked_layers(header)
+    config["num_hidden_layers"] = checked_layers(header)
 
 
 def leading(header: GgufHeader, config: dict[str, Any]) -> None:
@@ -106,7 +111,7 @@ def _gpt_oss(header: GgufHeader, config: dict[str, Any]) -> None:
 
 def _qwen2_moe(header: GgufHeader, config: dict[str, Any]) -> None:
     """Of absent sizes, a shared expert has that of the feed-forward layer, and all experts of a token together too."""
-    config["qkv_bias"] = recurrent.has(header, "attn_q.bias")
+    config["qkv_bias"] = has(header, "attn_q.bias")
     whole = largest(config["intermediate_size"])
     config["shared_expert_intermediate_size"] = config.get("shared_expert_intermediate_size") or whole
     config["moe_intermediate_size"] = config.get("moe_intermediate_size") or whole // max(
@@ -120,14 +125,14 @@ def _glm4_moe(header: GgufHeader, config: dict[str, Any]) -> None:
     routed(header, config)
     partial_of_head(header, config)
     header.of_model("rope.dimension_sections")  # only for images
-    config["attention_bias"] = recurrent.has(header, "attn_q.bias")
-    config["use_qk_norm"] = recurrent.has(header, "attn_q_norm.weight")
+    config["attention_bias"] = has(header, "attn_q.bias")
+    config["use_qk_norm"] = has(header, "attn_q_norm.weight")
 
 
 def _dots1(header: GgufHeader, config: dict[str, Any]) -> None:
     leading(header, config)
     routed(header, config)
-    config["attention_bias"] = recurrent.has(header, "attn_q.bias")
+    config["attention_bias"] = has(header, "attn_q.bias")
 
 
 def _minimax_m2(header: GgufHeader, config: dict[str, Any]) -> None:
@@ -137,12 +142,10 @@ def _minimax_m2(header: GgufHeader, config: dict[str, Any]) -> None:
 
 def _ernie4_5_moe(header: GgufHeader, config: dict[str, Any]) -> None:
     """The size of the shared experts follows from their number."""
-    if (function := header.of_model("expert_gating_func", SOFTMAX)) != SOFTMAX:
-        problem = f"expert_gating_func is {function}, not {SOFTMAX} (softmax)"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+    _check_function(header, SOFTMAX, SOFTMAX)
     header.of_model("expert_shared_feed_forward_length")
     config.setdefault("moe_num_shared_experts", 0)
-    config["use_bias"] = recurrent.has(header, "attn_q.bias")
+    config["use_bias"] = has(header, "attn_q.bias")
 
 
 CHUNK = 8192
@@ -152,14 +155,14 @@ _WITHOUT_NORMS = 128
 
 
 def _llama4(header: GgufHeader, config: dict[str, Any]) -> None:
-    config["attention_bias"] = recurrent.has(header, "attn_q.bias")
+    config["attention_bias"] = has(header, "attn_q.bias")
     config["use_qk_norm"] = config["num_local_experts"] != _WITHOUT_NORMS
     config |= {"attention_chunk_size": CHUNK, "floor_scale": CHUNK, "attn_temperature_tuning": True}
     if header.of_model("attention.sliding_window") == 0:
         config["no_rope_layers"], config["attention_chunk_size"] = [1] * config["num_hidden_layers"], None
     elif header.of_model("attention.sliding_window_pattern", 4) != 4:
         problem = "attention.sliding_window_pattern is not 4, the period of layers without a rotation"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
     header.of_model("expert_gating_func")  # a sigmoid of each logit, whatever it says
 
 
@@ -170,7 +173,7 @@ def _afmoe(header: GgufHeader, config: dict[str, Any]) -> None:
     config["num_dense_layers"] = config.get("num_dense_layers", 0)
     if not config.pop("norm_topk_prob"):
         problem = "expert_weights_norm is not set, and the weights of such experts are not run"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
     config["route_scale"] = config.pop("routed_scaling_factor")
 
 
@@ -187,9 +190,9 @@ def _exaone_moe(header: GgufHeader, config: dict[str, Any]) -> None:
 MIXTURES: dict[str, Converted] = {
     "qwen3moe": Converted(
         "qwen3_moe",
-        COMMON | RMS | HEAD_SIZE | recurrent.EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"},
+        COMMON | RMS | HEAD_SIZE | EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"},
         {"norm_topk_prob": True, "use_sliding_window": False},
-        required=(*recurrent.EXPERTS, "expert_feed_forward_length"),
+        required=(*EXPERTS, "expert_feed_forward_length"),
         further=biases,
     ),
     "granitemoe": Converted(
@@ -197,11 +200,11 @@ MIXTURES: dict[str, Converted] = {
         COMMON
         | RMS
         | GRANITE
-        | recurrent.EXPERTS
+        | EXPERTS
         | {"expert_count": "num_local_experts", "expert_shared_feed_forward_length": "shared_intermediate_size"},
         {},
         permuted=True,
-        required=tuple(recurrent.EXPERTS),
+        required=tuple(EXPERTS),
         renamed={"shared_mlp.output_linear": "ffn_down"},
         joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up")},
         others=("granitemoeshared",),
@@ -217,22 +220,16 @@ MIXTURES: dict[str, Converted] = {
     ),
     "olmoe": Converted(
         "olmoe",
-        COMMON | RMS | recurrent.EXPERTS,
+        COMMON | RMS | EXPERTS,
         {"norm_topk_prob": False},
-        required=tuple(recurrent.EXPERTS),
+        required=tuple(EXPERTS),
         further=biases,
     ),
     "qwen2moe": Converted(
         "qwen2_moe",
-        COMMON
-        | RMS
-        | recurrent.EXPERTS
-        | {
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
+        COMMON | RMS | EXPERTS | SHARED_EXPERT,
         {"norm_topk_prob": False, "use_sliding_window": False},
-        required=tuple(recurrent.EXPERTS),
+        required=tuple(EXPERTS),
         further=_qwen2_moe,
     ),
     "glm4moe": Converted(

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, is_whole
-from .header import GgufHeader
+from .converted import checked_layers, has
+from .header import REMEDY, GgufHeader
 
 MAMBA = {
     "ssm.conv_kernel": "mamba_d_conv",
@@ -38,7 +39,6 @@ DELTA_NET = {
     "ssm.inner_size": "linear_value_features",
 }
 """Sizes of a gated DeltaNet."""
-EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 NEMOTRON_EXPERTS = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -50,7 +50,6 @@ NEMOTRON_EXPERTS = {
     "expert_group_used_count": "topk_group",
     "moe_latent_size": "moe_latent_size",
 }
-_REMEDY = "migrate the model's Hugging Face folder instead"
 
 
 _CONVOLUTIONS_OF_KDA = tuple(f".ssm_conv1d_{one}.weight" for one in "qkv")
@@ -90,11 +89,6 @@ def log_of_decay(values: np.ndarray) -> np.ndarray:
     return logarithm
 
 
-def has(header: GgufHeader, *parts: str) -> bool:
-    """Whether any layer has a tensor of one of these names, such as ``attn_q.bias``."""
-    return any(name.startswith("blk.") and name.split(".", 2)[-1] in parts for name in header.tensors)
-
-
 def layers_with_attention(header: GgufHeader, config: dict[str, Any]) -> list[bool]:
     """Whether each layer has attention; sets the number of key-value heads of those that do."""
     heads = _of_each_layer(header, config, "attention.head_count_kv", config["num_attention_heads"])
@@ -125,21 +119,6 @@ def qwen35(header: GgufHeader, config: dict[str, Any]) -> None:
     config["partial_rotary_factor"] = rotated / config["head_dim"]
     header.of_model("rope.dimension_sections")
     config["attention_bias"] = has(header, "attn_q.bias")
-
-
-def layers_that_run(header: GgufHeader) -> int:
-    """The layers without those behind that draft tokens."""
-    further = header.of_model("nextn_predict_layers", 0)
-    return int(header.of_model("block_count")) - (further if is_whole(further) and further >= 0 else 1 << 32)
-
-
-def checked_layers(header: GgufHeader) -> int:
-    """The layers that run. Raises :class:`CheckpointError` if there is none."""
-    layers = layers_that_run(header)
-    if layers < 1:
-        problem = f"nextn_predict_layers is {header.of_model('nextn_predict_layers')!r} of block_count layers"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; export the model again")
-    return layers
 
 
 def order_of_values(header: GgufHeader, name: str) -> np.ndarray | None:
@@ -187,7 +166,7 @@ def falcon_h1(header: GgufHeader, config: dict[str, Any]) -> None:
     """Multipliers are part of the weights, and a norm is behind the gate."""
     if config["tie_word_embeddings"]:
         problem = "has no output.weight, and does not say by what the head's logits are multiplied"
-        raise CheckpointError(f"{header.path}: {problem}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
     _mamba_of_falcon_h1(header, config)
     config["mamba_rms_norm"] = has(header, "ssm_norm.weight")
     config["mamba_norm_before_gate"] = False
@@ -212,10 +191,10 @@ def nemotron_h_moe(header: GgufHeader, config: dict[str, Any]) -> None:
     _nemotron_h(header, config, "moe")
     if header.of_model("nextn_predict_layers"):
         problem = "has further layers (nextn_predict_layers), which this version does not run"
-        raise CheckpointError(f"{header.path}: {problem}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {problem}; {REMEDY}")
     if (count := header.of_model("expert_shared_count", 1)) != 1:
         problem = f"expert_shared_count is {count}; one shared expert is run"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
     config.setdefault("norm_topk_prob", False)
     config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0
     if not config.get("moe_latent_size"):
@@ -224,7 +203,7 @@ def nemotron_h_moe(header: GgufHeader, config: dict[str, Any]) -> None:
         config["n_group"] = 1
     if config["n_group"] > 1 and not config.get("topk_group"):
         problem = f"has {config['n_group']} groups of experts, and does not say how many are used"
-        raise CheckpointError(f"{header.path}: {problem} (expert_group_used_count); {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {problem} (expert_group_used_count); {REMEDY}")
     config["topk_group"] = config.get("topk_group") or 1
 
 
@@ -235,7 +214,7 @@ def _nemotron_h(header: GgufHeader, config: dict[str, Any], feed_forward: str) -
     both = [i for i, width in enumerate(widths) if width and has_attention[i]]
     if both:
         problem = f"layer {both[0]} has key-value heads and hidden units (feed_forward_length)"
-        raise CheckpointError(f"{header.path}: {problem}, which this version does not run; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {problem}, which this version does not run; {REMEDY}")
     kinds = zip(has_attention, widths, strict=True)
     config["layers_block_type"] = ["attention" if a else feed_forward if width else "mamba" for a, width in kinds]
     config["mamba_head_dim"] = _divided(header, config, "mamba_inner_size", "mamba_num_heads")
@@ -272,7 +251,7 @@ def lfm2_moe(header: GgufHeader, config: dict[str, Any]) -> None:
     lfm2(header, config)
     if (function := header.of_model("expert_gating_func")) != 2:
         problem = f"expert_gating_func is {function}, not 2 (sigmoid)"
-        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {_REMEDY}")
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
     config["use_expert_bias"] = has(header, "exp_probs_b.bias")
     config.setdefault("num_dense_layers", 0)
 

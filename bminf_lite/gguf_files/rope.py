@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .header import GgufHeader
+from .converted import largest
+from .header import REMEDY, GgufHeader
 
 FACTORS = "rope_freqs.weight"
 """The tensor with a divisor for each rotary frequency, in place of LLaMA 3's formula."""
@@ -77,8 +78,7 @@ def _by_frequency(header: GgufHeader, config: dict[str, Any], factor: float, att
     if FACTORS in header.tensors:
         divisors = small_tensor(header, FACTORS).astype(np.float64) * factor
     else:
-        heads = header.of_model("attention.head_count")
-        whole = header.of_model("embedding_length") // (max(heads) if isinstance(heads, list) else heads)
+        whole = header.of_model("embedding_length") // largest(header.of_model("attention.head_count"))
         head_dim = config.get("head_dim") or whole
         divisors = np.full(header.of_model("rope.dimension_count", head_dim) // 2, factor)
     listed = [shortest(x) for x in divisors]
@@ -122,8 +122,7 @@ _ABSENT_IF_0 = ("rope.scaling.factor", "rope.scale_linear")
 
 
 def _error(header: GgufHeader, problem: str) -> CheckpointError:
-    remedy = "migrate the model's Hugging Face folder instead"
-    return CheckpointError(f"{header.path}: {header.architecture}.{problem}; {remedy}")
+    return CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
 
 
 def shortest(value: float) -> float:

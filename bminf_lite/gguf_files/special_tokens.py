@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 from types import MappingProxyType
+from typing import Any
 
 from ..errors import CheckpointError, checkpoint_error
 from .header import GgufHeader
@@ -112,3 +114,15 @@ def vocabulary(header: GgufHeader) -> tuple[Sequence[str], Sequence[int]]:
         problem = f"tokenizer.ggml.token_type does not have a number for each of {len(tokens):,} tokens"
         raise CheckpointError(f"{header.path}: {problem}; export the model again")
     return tokens, types
+
+
+def scores_of(header: GgufHeader, tokens: Sequence[str]) -> list[float]:
+    """The scores of the tokens of SentencePiece. Raises :class:`CheckpointError` if a token has no number."""
+    scores = header.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(_is_score, scores)):
+        raise CheckpointError(f"{header.path}: tokenizer.ggml.scores does not have a number for each token")
+    return scores
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not isnan(value)

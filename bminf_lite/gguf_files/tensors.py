@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from . import gemma4, latent, recurrent
+from . import latent, recurrent
 from .architectures import converted
-from .converted import largest
-from .dense import phi3
+from .converted import largest, layers_that_run
 from .header import GgufHeader
-from .rope import FACTORS, LONG_FACTORS
+from .rope import FACTORS
 
 FusedNames = tuple[tuple[str, ...], ...]
 """Of each expert the names of its matrices in a tensor."""
@@ -28,13 +27,12 @@ def tensors_left_out(header: GgufHeader) -> set[str]:
     known = converted(header)
     further = set()
     if known.drafts:
-        first = recurrent.layers_that_run(header)
+        first = layers_that_run(header)
         further = {x for x in header.tensors if (m := re.match(r"blk\.(\d+)\.", x)) and int(m[1]) >= first}
     return {
         *further,
         *(known.unread(header) if known.unread else ()),
-        *((FACTORS,) if "rope.freq_base" in known.keys or known.further is gemma4.further else ()),
-        *(LONG_FACTORS if known.further in (phi3, latent.minicpm3) else ()),
+        *((FACTORS,) if "rope.freq_base" in known.keys else ()),
     }
 
 

@@ -17,9 +17,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..errors import CheckpointError, checkpoint_error, choices, library_errors
-from .encoder_tokenizers import is_score, unigram, word_piece
+from .encoder_tokenizers import unigram, word_piece
 from .header import GgufHeader
-from .special_tokens import NAMES, is_control, named_ids, vocabulary
+from .special_tokens import NAMES, is_control, named_ids, scores_of, vocabulary
 from .words import WORDS
 
 USER_DEFINED = 4
@@ -99,9 +99,7 @@ def _frame(header: GgufHeader, backend: tokenizers.Tokenizer, named: dict[str, s
 
 
 def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
-    scores = header.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(is_score, scores)):
-        raise CheckpointError(f"{header.path}: tokenizer.ggml.scores does not have a number for each token")
+    scores = scores_of(header, tokens)
     ids, unknown_id = _ids(tokens), named_ids(header).get("unknown")
     unknown = None if unknown_id is None else tokens[unknown_id]
     model = models.BPE(ids, merges_of(ids, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
