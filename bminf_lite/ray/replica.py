@@ -68,10 +68,11 @@ class Replica:
             self._error = error
             asyncio.get_running_loop().remove_reader(self._process.fileno())
             for answered in self._answering.values():
-                answered.set_exception(error)
+                if not answered.done():
+                    answered.set_exception(error)
             self._answering.clear()
             return
         if isinstance(report, Progress):
             self._counts.add_all(report.counts)
-        else:
-            self._answering.pop(report.block).set_result(report.counts)
+        elif not (answered := self._answering.pop(report.block)).done():  # it may have been cancelled
+            answered.set_result(report.counts)

@@ -41,9 +41,9 @@ def check_model(server: ServerState, name: str | None) -> str | None:
 
     It is found once for a request: an adapter that is unloaded meanwhile must not become the model without it.
     """
-    names = (*server.settings.served_model_names, *server.client.adapters)
-    if name is not None and name not in names:
-        message = f"the model {name[:100]!r} is not served here; {choices(name, names, 'GET /v1/models lists all')}"
+    if name is not None and name not in server.model_names:
+        known = choices(name, server.model_names, "GET /v1/models lists all")
+        message = f"the model {name[:100]!r} is not served here; {known}"
         raise ApiError(404, message, "model", "model_not_found")
     return server.adapter_of(name)
 

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..errors import choices
 from ..version import __version__
 from .errors import ApiError
+from .generating import check_model
 from .state import ServerState
 
 
@@ -76,16 +76,13 @@ def routes(server: ServerState) -> list[Route]:
 
     async def models(request: Request) -> Response:
         """OpenAI's list and Anthropic's at once: their fields have different names."""
-        names = [*server.settings.served_model_names, *server.client.adapters]
+        names = server.model_names
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": [model(name) for name in names], **ends})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in server.settings.served_model_names and not server.has_adapter(name):
-            names = (*server.settings.served_model_names, *server.client.adapters)
-            message = f"the model {name[:100]!r} is not served here; {choices(name, names, 'GET /v1/models lists all')}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        check_model(server, name)
         return json_response(model(name))
 
     return [

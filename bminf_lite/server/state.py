@@ -131,6 +131,11 @@ class ServerState:
         return name in self.client.adapters
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """What a request may give as its model: the names of the model, and of its adapters."""
+        return (*self.settings.served_model_names, *self.client.adapters)
+
+    @property
     def model_name(self) -> str:
         """The name that responses report."""
         return self.settings.served_model_names[0]

@@ -88,7 +88,7 @@ def prepare_heads(call: Call) -> None:
     lanes = call.number("LANES")
     call.require(lanes or tokens >= end - first, "a block for each token")
     rows_of_lanes = not call.number("FROM_INT32") and call.head_dim == call.head_pitch == 2 * PREPARE_ELEMENTS * lanes
-    call.require(not lanes or (lanes == call.lanes and rows_of_lanes), "heads of so many lanes")
+    call.require(not lanes or (lanes == call.lanes and rows_of_lanes), "heads that the lanes of the instantiation fill")
     threads = call.launch.grid[1] * call.launch.block
     call.require(
         call.lanes & (call.lanes - 1) == 0 and 2 * PREPARE_ELEMENTS * call.lanes >= call.head_dim

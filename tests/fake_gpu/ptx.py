@@ -408,7 +408,7 @@ class Grid:
         self._leave_clusters(states)
 
     def _leave_clusters(self, states: np.ndarray) -> None:
-        """Threads at the barriers of clusters go on where nobody is missing."""
+        """Let the threads of a cluster go on that wait at its barrier, if all others wait there or have ended."""
         waits, group = states == WAITS + CLUSTER_BARRIER, self.block // self.cluster
         if not waits.any():
             return

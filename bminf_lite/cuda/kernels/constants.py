@@ -222,7 +222,7 @@ STAGE_RELEASING_LANES = 1
 PREPARE_THREADS = 384
 """Threads of a block that prepares heads, at most."""
 PREPARE_BLOCKS = 3
-"""Blocks of so many threads that an SM has registers for."""
+"""Blocks of ``PREPARE_THREADS`` threads for which an SM has registers."""
 PREPARE_ELEMENTS = 8
 """Elements of either half of a head that one of them has."""
 LATENT_THREADS = 256

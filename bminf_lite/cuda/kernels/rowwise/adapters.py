@@ -26,7 +26,8 @@ SHRINK_ROWS = FEW_ROWS = 64
 QUANTIZED_ROWS = 8
 """The most rows whose codes are counted row by row, so that a product begins before ``shrink_rows`` has waited.
 
-One row of 8B is faster that way, and 32 rows of 8 adapters are slower.
+A step of 8B with one row took 2.27 ms that way instead of 2.34, one with 32 rows of 8 adapters 3.16 instead of 3.09, in
+different runs; numbers of rows between were not measured.
 """
 QUANTIZED_COLUMNS = 16384
 """The most columns of rows that ``shrink_rows_and_quantize`` quantizes."""
