@@ -10,8 +10,11 @@ import gguf_mixtures
 import gguf_recurrent
 import numpy as np
 from tiny_models import OFFSET_NORMS, Golden, RandomWeights
+from tolerances import assert_close
 
+import bminf_lite
 from bminf_lite import models
+from bminf_lite.checkpoint.opened_model import open_model
 
 ARCHITECTURES = {
     "phi": "phi2",
@@ -208,3 +211,22 @@ def as_stored(name: str, values: np.ndarray, kind: str) -> np.ndarray:
     if kind == "F16":
         return values.astype(np.float16).astype(np.float32)
     return gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(values), quantized), quantized)
+
+
+def check(golden: Golden, folder: Path, computed: tuple[str, ...], has_values: bool = True) -> None:
+    """Write a golden as a file, whose tensors and logits must be the golden's.
+
+    Tensors whose names end with one of ``computed`` were computed on the way, so they may differ in the last bits.
+    ``has_values``: whether tensors have the golden's values, and not only their shapes.
+    """
+    path = write(folder / "model.gguf", golden)
+    expected = RandomWeights(golden.config, golden.seed).tensors
+    with open_model(path) as model:
+        assert model.checkpoint.tensors.keys() == expected.keys()
+        for name, values in expected.items():
+            found, atol = model.checkpoint.read(name), 3e-7 if name.endswith(computed) else 0
+            assert found.shape == values.shape
+            if has_values:
+                np.testing.assert_allclose(found, values, atol=atol, rtol=0, err_msg=name)
+    with bminf_lite.load(path, device="cpu") as loaded:
+        assert_close(loaded.logits(golden.tokens), golden.logits, "logits", np.float32, np.abs(golden.logits).max())
