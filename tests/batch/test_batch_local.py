@@ -182,7 +182,7 @@ def test_a_row_names_an_adapter(source, tmp_path):
 
 def test_openai_s_batch_files(int8, tmp_path):
     chat = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 3, "model": "gpt"}
-    text = {"prompt": "a", "max_tokens": 4, "logprobs": 1, "n": 2, "temperature": 1.0, "model": "gpt"}
+    text = {"prompt": "a", "max_tokens": 4, "logprobs": 1, "n": 2, "temperature": 1.0, "seed": 1, "model": "gpt"}
     wanted = [
         {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "two", "method": "POST", "url": "/v1/completions", "body": text},
