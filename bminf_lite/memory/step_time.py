@@ -32,9 +32,9 @@ LAUNCH_SECONDS = 0.9e-6
 """Seconds between the end of a kernel's work and the start of the next one's."""
 NORM_SECONDS = 1.3e-6
 """Seconds that a vector of a norm adds to each product that applies it: the row passes through it first."""
-MIXTURE_SECONDS = 14e-6
+MIXTURE_SECONDS = 8e-6
 """Seconds that a mixture takes beyond its products: the router, the choice, and both products' waits for them."""
-LATENT_SECONDS = 7e-6
+LATENT_SECONDS = 4e-6
 """Seconds that a layer's latent attention takes beyond attention."""
 LAYER_INPUT_SECONDS = 4.7e-6
 """Seconds that a layer's own input takes beyond its products: its gate and its norm."""
