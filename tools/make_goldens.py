@@ -336,6 +336,7 @@ FALCON = {
 BASES |= {
     "phi3": BASE | {"pad_token_id": 0},
     "granite": BASE | {"attention_multiplier": 0.25},
+    "flex_olmo": BASE | {"pad_token_id": 0},
     "smollm3": BASE | {"pad_token_id": 0},
     "ministral3": BASE | {"head_dim": 12},
     "seed_oss": BASE | {"head_dim": 12},
@@ -715,6 +716,12 @@ CASES |= {
         "renormalised, grouped, tied": OLMOE
         | {"norm_topk_prob": True, "num_key_value_heads": 2, "tie_word_embeddings": True},
         "biases": OLMOE | {"attention_bias": True, "num_experts_per_tok": 1},
+    },
+    "flex_olmo": {
+        "plain weights": OLMOE,
+        "renormalised, grouped, tied": OLMOE
+        | {"norm_topk_prob": True, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": YARN},
+        "biases": OLMOE | {"attention_bias": True, "num_experts_per_tok": 1, "rms_norm_eps": 1e-3},
     },
 }
 CASES |= {

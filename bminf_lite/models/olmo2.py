@@ -10,8 +10,8 @@ from ._architecture import decoder
 from ._config import ConfigReader, Fields, with_defaults
 from ._decoder import DecoderConfig
 from ._rotary import parse_rotary
-from .parts.attention import AttentionPart, QueryKeyNorm
-from .parts.part import LayerParts, Sublayer
+from .parts.attention import QueryKeyNorm
+from .parts.part import LayerParts, Part, Sublayer
 
 BIASES = {"qkv_bias": llama.ATTENTION_BIAS, "o_bias": llama.ATTENTION_BIAS}
 KEYS = with_defaults(llama.KEYS, vocab_size=50304, rms_norm_eps=1e-5) | BIASES
@@ -26,14 +26,13 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     return llama.model(fields, [post_norm(fields, attention)] * fields["layers"])
 
 
-def post_norm(fields: Fields, attention: AttentionPart) -> LayerParts:
+def post_norm(fields: Fields, mixer: Part, mlp: Part | None = None) -> LayerParts:
     """A layer that reads the residual stream itself, and normalises what its parts add to it."""
-    mlp = llama.feed_forward(fields)
     names = ("post_attention_layernorm", "post_feedforward_layernorm")
     return LayerParts(
         tuple(
             Sublayer(part, post_norm=llama.norm(fields, name))
-            for part, name in zip((attention, mlp), names, strict=True)
+            for part, name in zip((mixer, mlp or llama.feed_forward(fields)), names, strict=True)
         )
     )
 

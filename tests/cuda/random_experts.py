@@ -10,6 +10,7 @@ from expert_layer import ExpertLayer
 
 from bminf_lite.backend.expert_values import ExpertActivation, RouterSpec
 from bminf_lite.backend.experts import ExpertWeights
+from bminf_lite.backend.functions import normalise
 from bminf_lite.backend.values import Norm
 from bminf_lite.cuda.kernels.arrays import PAD, round_up
 from bminf_lite.cuda.kernels.experts.layer import ExpertLayerWeights
@@ -24,7 +25,10 @@ def padded(x: np.ndarray, fill: Any = 0) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer, whether it has biases, and the blocks in which its matrices rotate their input."""
+    """Sizes of a layer, whether it has biases, and the blocks in which its matrices rotate their input.
+
+    A layer that is not ``normed`` reads the residual stream itself.
+    """
 
     hidden: int
     features: int
@@ -33,6 +37,7 @@ class Sizes:
     top_k: int
     bias: bool = True
     rotations: tuple[int, int] = (1, 1)
+    normed: bool = True
 
 
 class RandomLayer:
@@ -60,9 +65,16 @@ class RandomLayer:
         self.eps = 1e-6
         self.random = random
 
-    def norm(self, array: Any = np.asarray) -> Norm:
-        """The norm before the router and the experts."""
+    def norm(self, array: Any = np.asarray) -> Norm | None:
+        """The norm before the router and the experts, if there is one."""
+        if not self.sizes.normed:
+            return None
         return Norm(array(padded(self.norm_weight))[: self.sizes.hidden], self.eps)
+
+    def read(self, x: np.ndarray) -> np.ndarray:
+        """What the router and the experts read of a residual stream."""
+        norm = self.norm()
+        return x if norm is None else normalise(x, norm)
 
     def tokens(self, count: int) -> np.ndarray:
         """A residual stream, fp32 ``[count, hidden]``."""

@@ -22,7 +22,6 @@ from bminf_lite.backend.quantization import quantize_rows
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.backend.routing import route, sigmoid
 from bminf_lite.backend.side_products import added
-from bminf_lite.backend.values import Norm
 from bminf_lite.cuda.kernels.constants import (
     CLAMPED_SWIGLU,
     COPY_THREADS,
@@ -39,6 +38,7 @@ from bminf_lite.cuda.kernels.constants import (
     SUM_THREADS,
     Activation,
     Epilogue,
+    RowOp,
 )
 from bminf_lite.cuda.kernels.experts.weights import alternate_gate_and_up
 from bminf_lite.memory.expert_cache import ExpertPool
@@ -54,10 +54,14 @@ Added = Callable[[Call, np.ndarray, int], np.ndarray]
 # -- the router --------------------------------------------------------------------------------------------------------
 
 
-def router_norm_of(call: Call) -> Norm:
-    """The norm that the kernels of a router apply."""
+def routed_rows(call: Call, rows: int) -> np.ndarray:
+    """What the kernels of a router read of ``x``: a norm of its rows, or the rows themselves."""
     call.require(call.number("VECTORS") * ROUTER_THREADS * 8 >= call.k, "the threads do not cover a row")
-    return norm_of(call, 1 + call.number("CENTER"), call.k, up(call.k, 16))
+    x, op = call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], call.number("OP")
+    if op == RowOp.IDENTITY:
+        call.require(not (call.norm_weight or call.norm_bias), "a norm that is not computed")
+        return x
+    return normalise(x, norm_of(call, op, call.k, up(call.k, 16)))
 
 
 def write_codes(call: Call, normed: np.ndarray) -> None:
@@ -81,8 +85,7 @@ def router_few_rows(call: Call) -> None:
     rows, warps = call.launch.grid[1], ROUTER_THREADS // 32
     blocks = call.launch.grid[0] - bool(call.codes) - bool(call.gate)
     call.require(blocks * warps >= call.experts and call.launch.block == ROUTER_THREADS, "blocks")
-    norm = router_norm_of(call)
-    normed = normalise(call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], norm)
+    normed = routed_rows(call, rows)
     write_logits(call, normed)
     if call.codes:
         write_codes(call, normed)
@@ -93,7 +96,7 @@ def router_few_rows(call: Call) -> None:
 @model
 def router_norm(call: Call) -> None:
     rows = call.launch.grid[0]
-    normed = normalise(call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], router_norm_of(call))
+    normed = routed_rows(call, rows)
     out = call.rows("normed", rows, call.normed_pitch, up(call.k, 16), F32)
     out[:, : call.k], out[:, call.k :] = normed, 0
     if call.codes:
@@ -121,7 +124,7 @@ def router_tiles(call: Call) -> None:
 @model
 def scalar_gate(call: Call) -> None:
     rows = call.launch.grid[0]
-    normed = normalise(call.rows("x", rows, call.x_pitch, up(call.k, 16), F32)[:, : call.k], router_norm_of(call))
+    normed = routed_rows(call, rows)
     write_gate(call, normed, "weight", "out")
 
 

@@ -65,6 +65,7 @@ PARAMETERS = {
     "mixtral-8x7b": 46.70e9,
     "qwen3-30b-a3b": 30.53e9,
     "olmoe-1b-7b": 6.919e9,
+    "flexolmo-7x7b": 33.27e9,
     "qwen1.5-moe-a2.7b": 14.32e9,
     "glm-4.5-air": 106.85e9,
     "deepseek-v2-lite": 15.706e9,

@@ -277,8 +277,8 @@ def experts(draw: Draw, config: Config, ropes: list[Config]) -> Config:
             "num_dense_layers": draw.up_to(layers + 1, 0),
         }  # fmt: skip
     own |= {"norm_topk_prob": draw.flag(), "attention_bias": draw.flag()}
-    if family == "olmoe":
-        return own
+    if family in ("olmoe", "flex_olmo"):
+        return own | {"pad_token_id": 0}
     if family == "glm4_moe":
         groups = draw.one_of(1, 2) if count % 2 == 0 and count > 2 else 1
         return own | {
@@ -666,6 +666,7 @@ OWN = {
     "gpt_bigcode": gpt_bigcode, "nemotron": nemotron, "helium": helium,
     "gemma2": gemma2, "gemma3_text": gemma3_text, "gemma4_text": gemma4_text, "bloom": bloom,
     "mixtral": experts, "qwen3_moe": experts, "olmoe": experts, "qwen2_moe": experts, "glm4_moe": experts,
+    "flex_olmo": experts,
     "granitemoe": experts, "ernie4_5_moe": experts, "minimax_m2": experts, "lfm2_moe": experts,
     "gpt_oss": experts, "llama4_text": experts,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), latents),

@@ -27,7 +27,7 @@ from ..expert_values import ExpertActivation, ExpertBiases, RouterSpec
 from ..meta import expert_matrix_bytes
 from ..mixture import SharedExpert
 from ..quantization import HostWeight, Int8Weight, int8_parts
-from ..values import Array, ExpertSlots
+from ..values import Array, ExpertSlots, Norm
 from .adapter_bank import ExpertBank
 from .arrays import Arrays
 from .deferred import DeferredNorm, ResidualStream, Weight
@@ -278,7 +278,7 @@ class AdaptedExperts(ExpertLayerWeights):
 
 
 class MixtureLayers:
-    """Computes mixtures on the residual stream, whose norm the router's kernels compute themselves."""
+    """Computes mixtures on the residual stream, whose norm the router's kernels compute themselves if it has one."""
 
     def __init__(self, arrays: Arrays, kernels: Kernels, materializer: Materializer) -> None:
         self.arrays = arrays
@@ -297,12 +297,12 @@ class MixtureLayers:
     ) -> tuple[Array, cp.ndarray]:
         """See :meth:`Backend.experts`; also the experts of each token, int32 ``[T, top_k]``.
 
-        What the router reads is a norm of a residual stream unchanged since. A ``shared`` expert is one that
-        :meth:`takes_shared`.
+        What the router reads is a norm of a residual stream unchanged since, or such a stream. A ``shared`` expert is
+        one that :meth:`takes_shared`.
         """
         added = None if addend is None else Addend(self.arrays.padded(self.materializer.materialize(addend)), gate)
         chooser, hidden = x if routed is None else routed, mixture.hidden
-        values = self._stream_of(chooser)
+        values, norm = self._read(chooser)
         rows = None if hidden.dynamic else self.materializer.to_half(x, hidden.rotation)
         latent = self.materializer.to_half(x) if hidden.dynamic and routed is not None else None
         adapters = self._step_adapters(mixture, x, latent if hidden.rotation > 1 or hidden.dynamic else rows)
@@ -310,10 +310,10 @@ class MixtureLayers:
         self.kernels.step.reads(None)
         if residual is None:
             out = self.arrays.rows(x.shape[0], mixture.down.out_features, np.float32)
-            return out, self._run(values, chooser, mixture, out, False, rows, added, latent, beside, adapters)
+            return out, self._run(values, norm, mixture, out, False, rows, added, latent, beside, adapters)
         target = self.materializer.as_residual(residual)
         self.materializer.flush_residual(target)
-        chosen = self._run(values, chooser, mixture, target.values, True, rows, added, latent, beside, adapters)
+        chosen = self._run(values, norm, mixture, target.values, True, rows, added, latent, beside, adapters)
         return ResidualStream(target.values), chosen
 
     def takes_shared(self, x: Array, mixture: ExpertLayerWeights, routed: Array, shared: SharedExpert) -> bool:
@@ -322,7 +322,6 @@ class MixtureLayers:
         return (
             routed is None
             and _slots_of(mixture) is None
-            and isinstance(x, DeferredNorm)
             and shared.activation == mixture.activation
             and _is_plain(shared.hidden, mixture.hidden)
             and _is_plain(shared.down, mixture.down)
@@ -340,23 +339,29 @@ class MixtureLayers:
 
     def scalar_gate(self, x: Array, vector: cp.ndarray) -> cp.ndarray:
         """See :meth:`Backend.scalar_gate`; of the same norm."""
-        values = self._stream_of(x)
+        values, norm = self._read(x)
         self.kernels.step.reads(None)
         out = self.arrays.empty((x.shape[0], 1), np.float32)
-        self.kernels.experts.router.scalar_gate(self.kernels.step, values, x.norm, vector, out)
+        self.kernels.experts.router.scalar_gate(self.kernels.step, values, norm, vector, out)
         return out
 
-    def _stream_of(self, x: Array) -> cp.ndarray:
-        """The complete residual stream of a norm, which a kernel is about to compute while it reads the stream."""
-        assert isinstance(x, DeferredNorm), "the kernels of a router compute the norm before it"
+    def _read(self, x: Array) -> tuple[cp.ndarray, Norm | None]:
+        """The complete residual stream of a norm, which a kernel is about to compute while it reads the stream.
+
+        Of a stream that is read without a norm, the stream and None.
+        """
+        if not isinstance(x, DeferredNorm):
+            values = self.materializer.materialize(self.materializer.as_residual(x))
+            assert values.dtype == np.float32, "a router reads a residual stream, or a norm of it"
+            return values, None
         assert not x.stale, STALE
         x.used = True
-        return self.materializer.materialize(x.residual)
+        return self.materializer.materialize(x.residual), x.norm
 
     def _run(
         self,
         values: cp.ndarray,
-        x: DeferredNorm,
+        norm: Norm | None,
         mixture: ExpertLayerWeights,
         out: cp.ndarray,
         add: bool,
@@ -369,7 +374,7 @@ class MixtureLayers:
         routing = self.kernels.experts.forward(
             self.kernels.step,
             values,
-            x.norm,
+            norm,
             mixture,
             out,
             add,

@@ -86,7 +86,7 @@ class ExpertKernels:
         self,
         step: StepContext | None,
         x: cp.ndarray,
-        norm: Norm,
+        norm: Norm | None,
         layer: ExpertLayerWeights,
         out: cp.ndarray,
         add: bool,
@@ -99,12 +99,12 @@ class ExpertKernels:
     ) -> Routing:
         """``experts(norm(x))``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, out]``, or added to it. ``out`` may be ``x``.
 
-        Both have padded rows. The router and the experts read the same norm. Experts whose inputs are not quantized
-        read ``rows``: the norm in fp16, transformed as they transform their input, with padded rows. An ``addend`` is
-        added to their sum. Experts whose inputs are quantized read ``latent``, fp16 with padded rows, if it
-        is given, and not the norm. ``empty`` gives memory that must stay until the kernels have run. What a ``shared``
-        expert makes of the norm, which needs :meth:`takes_shared`, is added to the sum instead of an ``addend``. With
-        ``adapters`` there is no ``shared`` one.
+        Both have padded rows. The router and the experts read the same norm, or the rows themselves if there is none.
+        Experts whose inputs are not quantized read ``rows``: the norm in fp16, transformed as they transform their
+        input, with padded rows. An ``addend`` is added to their sum. Experts whose inputs are quantized read
+        ``latent``, fp16 with padded rows, if it is given, and not the norm. ``empty`` gives memory that must stay until
+        the kernels have run. What a ``shared`` expert makes of the norm, which needs :meth:`takes_shared`, is added to
+        the sum instead of an ``addend``. With ``adapters`` there is no ``shared`` one.
         """
         tokens, router, hidden = len(x), layer.router, layer.hidden
         assert self.router.supports(router) and hidden.dynamic == (rows is None)

@@ -9,6 +9,7 @@
 #include "common/async.cuh"
 #include "common/common.cuh"
 #include "common/rotation.cuh"
+#include "constants/rows.cuh"
 #include "experts/routing.cuh"
 
 using namespace bminf;
@@ -50,16 +51,37 @@ __device__ __forceinline__ float dot4(const float4& x, const float4& w, float su
     return fmaf(x.w, w.w, fmaf(x.z, w.z, fmaf(x.y, w.y, fmaf(x.x, w.x, sum))));
 }
 
-template <bool CENTER, int VECTORS>
-using RowNorm = LoadedNorm<VECTORS, CENTER && VECTORS == 1, NormParams<WholeVectors<ROUTER_THREADS>>>;
+// A row that is read as it is, in the place of a norm.
+struct NoNorm {
+    int k, pitch;
+    __device__ __forceinline__ NoNorm(const NormParams<WholeVectors<ROUTER_THREADS>>& params, double)
+        : k(params.k),
+          pitch(params.pitch) {}
+};
+
+// What kernels read of a row x. OP: its RMS_NORM or its LAYER_NORM, or with IDENTITY the row itself.
+template <int OP, int VECTORS>
+struct Read {
+    using Norm = LoadedNorm<VECTORS, OP == LAYER_NORM && VECTORS == 1, NormParams<WholeVectors<ROUTER_THREADS>>>;
+};
+template <int VECTORS>
+struct Read<IDENTITY, VECTORS> {
+    using Norm = NoNorm;
+};
+
+template <int OP, int VECTORS>
+using RowNorm = typename Read<OP, VECTORS>::Norm;
 
 // The norm of a row of x in the registers of all threads; with TOP returns its absmax. Norm: see normalise_row.
-template <bool CENTER, bool TOP, int VECTORS, class Norm>
+template <int OP, bool TOP, int VECTORS, class Norm>
 __device__ __forceinline__ float norm_of_row(
     const float* x, const Norm& norm, float (&v)[VECTORS][8], RowScratch<ROUTER_THREADS, VECTORS>& scratch) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) load_row8(x, (i * ROUTER_THREADS + threadIdx.x) * 8, norm.k, norm.pitch, v[i]);
-    return normalise_row<ROUTER_THREADS, CENTER, TOP>(v, norm, scratch);
+    if constexpr (OP == IDENTITY)
+        return TOP ? row_max<ROUTER_THREADS>(v, scratch, 1) : 0.0f;
+    else
+        return normalise_row<ROUTER_THREADS, OP == LAYER_NORM, TOP>(v, norm, scratch);
 }
 
 // The codes of a row in registers, which are ROTATED first, int8 [padded], and their scale. top: the absmax of a row
@@ -84,7 +106,7 @@ __device__ __forceinline__ void store_codes(
 // out = sigmoid(norm(x) @ weight) of a row, backend/routing.py's sigmoid: x: fp32 [k]; weight: fp32 [k], padded, which
 // is loaded before the wait. Called by all threads of a block: a thread sums its elements by fma from the first on, a
 // warp its lanes in a tree, those 16 apart first, and the warps are added one after another.
-template <bool CENTER, int VECTORS>
+template <int OP, int VECTORS>
 __device__ __forceinline__ void write_gate(
     const float* x, const float* norm_weight, const float* norm_bias, float eps, const float* weight, float* out, int k,
     RowScratch<ROUTER_THREADS, VECTORS>& scratch) {
@@ -97,10 +119,10 @@ __device__ __forceinline__ void write_gate(
 #pragma unroll
         for (int j = 0; j < 2; ++j)
             if (column(i) < padded) raw[i][j] = ld_global_cg_v4(weight + column(i) + 4 * j);
-    const RowNorm<CENTER, VECTORS> norm({norm_weight, norm_bias, eps, k, padded}, 1.0 / k);
+    const RowNorm<OP, VECTORS> norm({norm_weight, norm_bias, eps, k, padded}, 1.0 / k);
     wait_on_dependent_grids();
     float v[VECTORS][8], sum = 0;
-    norm_of_row<CENTER, false>(x, norm, v, scratch);
+    norm_of_row<OP, false>(x, norm, v, scratch);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float w[8];
@@ -126,7 +148,7 @@ __device__ __forceinline__ void write_gate(
 // `gate_weight`, fp32 [rows]: see write_gate. ROTATED: the codes are those of the norm rotated in blocks of `rotation`
 // elements (see rotate_row); the logits are those of the norm. Grid: (experts / WARPS blocks, that of the codes, that
 // of the gate; rows).
-template <bool CENTER, int VECTORS, class W, bool ROTATED>
+template <int OP, int VECTORS, class W, bool ROTATED>
 __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
     const W* __restrict__ weight, const float* __restrict__ bias, float* logits, int8* codes, long long codes_pitch,
@@ -139,18 +161,18 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
     launch_dependent_grids();
     const int lane = threadIdx.x % WARP, expert = blockIdx.x * WARPS + threadIdx.x / WARP, token = blockIdx.y;
     if (gate && blockIdx.x == gridDim.x - 1)
-        return write_gate<CENTER, VECTORS>(
+        return write_gate<OP, VECTORS>(
             x + token * x_pitch, norm_weight, norm_bias, eps, gate_weight, gate + token, k, scratch);
     const W* own = weight + static_cast<size_t>(min(expert, experts - 1)) * pitch;
     RawFour<W> loaded[LOADED];
 #pragma unroll
     for (int i = 0; i < LOADED; ++i) loaded[i].load_now(own + min(i * STEP + lane * 4, k - 4));
     const int padded = (k + 15) / 16 * 16;
-    const RowNorm<CENTER, VECTORS> norm({norm_weight, norm_bias, eps, k, padded}, 1.0 / k);
+    const RowNorm<OP, VECTORS> norm({norm_weight, norm_bias, eps, k, padded}, 1.0 / k);
     const float own_bias = bias && expert < experts ? ld_global(bias + expert) : -0.0f;  // y + -0 is y
     wait_on_dependent_grids();
     float v[VECTORS][8];
-    const float top = norm_of_row<CENTER, !ROTATED>(x + token * x_pitch, norm, v, scratch);
+    const float top = norm_of_row<OP, !ROTATED>(x + token * x_pitch, norm, v, scratch);
     if (codes && blockIdx.x == gridDim.x - 1 - (gate != nullptr))
         return store_codes<ROTATED>(
             v, top, rotation, rotation_scale, padded, codes + token * codes_pitch, scales + token, scratch);
@@ -174,7 +196,7 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_few_rows(
 
 // The norms of many rows, fp32 [rows, normed_pitch], for router_many_rows; and their codes unless `codes` is null,
 // ROTATED as above. A block for each row.
-template <bool CENTER, int VECTORS, bool ROTATED>
+template <int OP, int VECTORS, bool ROTATED>
 __global__ void __launch_bounds__(ROUTER_THREADS) router_norm(
     const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps, float* normed,
     long long normed_pitch, int8* codes, long long codes_pitch, float* scales, int rotation, float rotation_scale,
@@ -185,7 +207,7 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_norm(
     float v[VECTORS][8];
     const int token = blockIdx.x, padded = (k + 15) / 16 * 16;
     const NormParams<WholeVectors<ROUTER_THREADS>> norm = {norm_weight, norm_bias, eps, k, padded};
-    const float top = norm_of_row<CENTER, !ROTATED>(x + token * x_pitch, norm, v, scratch);
+    const float top = norm_of_row<OP, !ROTATED>(x + token * x_pitch, norm, v, scratch);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
         store_vector(normed + token * normed_pitch, (i * ROUTER_THREADS + threadIdx.x) * 8, padded, v[i]);
@@ -478,12 +500,12 @@ __global__ void __launch_bounds__(CHOOSE_THREADS)
 }
 
 // out[t] = sigmoid(norm(x[t]) @ weight), see write_gate. x: fp32 [rows, x_pitch]. A block for each row.
-template <bool CENTER, int VECTORS>
+template <int OP, int VECTORS>
 __global__ void __launch_bounds__(ROUTER_THREADS) scalar_gate(
     const float* x, long long x_pitch, const float* norm_weight, const float* norm_bias, float eps,
     const float* __restrict__ weight, float* out, int k) {
     __shared__ RowScratch<ROUTER_THREADS, VECTORS> scratch;
     launch_dependent_grids();
-    write_gate<CENTER, VECTORS>(
+    write_gate<OP, VECTORS>(
         x + blockIdx.x * x_pitch, norm_weight, norm_bias, eps, weight, out + blockIdx.x, k, scratch);
 }

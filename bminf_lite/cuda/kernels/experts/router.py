@@ -13,7 +13,7 @@ from ..arrays import address, ceil_div, nbytes_of, pitch_of, pointer_and_pitch
 from ..constants import CHOOSE_THREADS, MAX_EXPERTS, ROUTER_THREADS, ROUTER_TILE, ROUTER_TILE_THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
 from ..launcher import Launcher, StepContext
-from ..rowwise.rows import norm_arguments, vectors_for
+from ..rowwise.rows import IDENTITY, LAYER_NORM, RMS_NORM, norm_arguments, vectors_for
 from .weights import RouterWeights
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ EACH = (1, 4, 8, 16)
 """Experts of a lane of the warp that chooses."""
 MAX_TOP_K = 32
 TYPES = ("__half", "float")
+ROW_OPS = (RMS_NORM, LAYER_NORM, IDENTITY)
+"""What kernels read of a row: a norm of it, or the row itself."""
 
 
 class RouterKernels:
@@ -52,13 +54,13 @@ class RouterKernels:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "router_few_rows", (BOOLEANS, VECTORS, TYPES, BOOLEANS))
-        yield KernelFamily(cls.source, "router_norm", (BOOLEANS, VECTORS, BOOLEANS))
+        yield KernelFamily(cls.source, "router_few_rows", (ROW_OPS, VECTORS, TYPES, BOOLEANS))
+        yield KernelFamily(cls.source, "router_norm", (ROW_OPS, VECTORS, BOOLEANS))
         yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), tuple(map(Together, MANY)), TYPES))
         if capability >= (8, 0):
             yield KernelFamily(cls.source, "router_tiles", (TYPES, TILE_STAGES))
         yield KernelFamily(cls.source, "choose_experts", (EACH,))
-        yield KernelFamily(cls.source, "scalar_gate", (BOOLEANS, VECTORS))
+        yield KernelFamily(cls.source, "scalar_gate", (ROW_OPS, VECTORS))
 
     @staticmethod
     def supports(router: RouterWeights) -> bool:
@@ -70,7 +72,7 @@ class RouterKernels:
         self,
         step: StepContext | None,
         x: cp.ndarray,
-        norm: Norm,
+        norm: Norm | None,
         router: RouterWeights,
         out: cp.ndarray,
         normed: cp.ndarray | None,
@@ -81,13 +83,14 @@ class RouterKernels:
     ) -> None:
         """``norm(x) @ weight.T + bias``: fp32 ``[T, in]`` -> ``out`` fp32 ``[T, experts]``, dense.
 
-        The norm of each row is also quantized, to ``codes`` int8 ``[T, pitch]`` and ``scales`` fp32 ``[T]``, if they
-        are given; before that it is transformed in blocks of ``rotation`` elements. ``normed`` is memory for the norms
-        of more than ``FEW_ROWS`` rows, fp32 ``[T, in]`` with padded rows. Of at most that many rows, a ``gate`` may be
-        computed too: the weight and the result of :meth:`scalar_gate`.
+        Without a ``norm`` the rows are read as they are. What is read of each row is also quantized, to ``codes`` int8
+        ``[T, pitch]`` and ``scales`` fp32 ``[T]``, if they are given; before that it is transformed in blocks of
+        ``rotation`` elements. ``normed`` is memory for the norms of more than ``FEW_ROWS`` rows, fp32 ``[T, in]`` with
+        padded rows. Of at most that many rows, a ``gate`` may be computed too: the weight and the result of
+        :meth:`scalar_gate`.
         """
         rows, experts, k = len(x), router.spec.num_experts, router.in_features
-        center, vectors = BOOLEANS[norm.center], vectors_for(k, ROUTER_THREADS)
+        op, vectors = row_op_of(norm), vectors_for(k, ROUTER_THREADS)
         kind = TYPES[router.matrix.dtype == np.float32]
         pitch, bias = pitch_of(router.matrix), address(router.bias)
         rotated = BOOLEANS[rotation > 1]
@@ -98,7 +101,7 @@ class RouterKernels:
             self._launcher.launch(
                 step,
                 self.source,
-                f"router_few_rows<{center}, {vectors}, {kind}, {rotated}>",
+                f"router_few_rows<{op}, {vectors}, {kind}, {rotated}>",
                 (ceil_div(experts, WARPS) + (codes is not None) + (gate is not None), rows),
                 ROUTER_THREADS,
                 (
@@ -122,7 +125,7 @@ class RouterKernels:
         self._launcher.launch(
             step,
             self.source,
-            f"router_norm<{center}, {vectors}, {rotated}>",
+            f"router_norm<{op}, {vectors}, {rotated}>",
             rows,
             ROUTER_THREADS,
             (x.data.ptr, pitch_of(x), *norm_arguments(norm), *pointer_and_pitch(normed), *quantized, k),
@@ -175,19 +178,26 @@ class RouterKernels:
         )
 
     def scalar_gate(
-        self, step: StepContext | None, x: cp.ndarray, norm: Norm, weight: cp.ndarray, out: cp.ndarray
+        self, step: StepContext | None, x: cp.ndarray, norm: Norm | None, weight: cp.ndarray, out: cp.ndarray
     ) -> None:
         """``sigmoid(norm(x) @ weight)`` of each row: fp32 ``[T, in]``, fp32 ``[in]`` padded -> fp32 ``[T]``."""
         rows, k = x.shape
         self._launcher.launch(
             step,
             self.source,
-            f"scalar_gate<{BOOLEANS[norm.center]}, {vectors_for(k, ROUTER_THREADS)}>",
+            f"scalar_gate<{row_op_of(norm)}, {vectors_for(k, ROUTER_THREADS)}>",
             rows,
             ROUTER_THREADS,
             (x.data.ptr, pitch_of(x), *norm_arguments(norm), weight.data.ptr, out.data.ptr, k),
             bytes_moved=nbytes_of(x, weight, out),
         )
+
+
+def row_op_of(norm: Norm | None) -> int:
+    """The element of :data:`ROW_OPS` for a norm, or for none."""
+    if norm is None:
+        return IDENTITY
+    return LAYER_NORM if norm.center else RMS_NORM
 
 
 def tile_bytes(itemsize: int, stages: int) -> int:
