@@ -337,6 +337,8 @@ BASES |= {
     "phi3": BASE | {"pad_token_id": 0},
     "granite": BASE | {"attention_multiplier": 0.25},
     "flex_olmo": BASE | {"pad_token_id": 0},
+    "hunyuan_v1_dense": BASE | {"head_dim": 12},
+    "hunyuan_v1_moe": BASE | {"head_dim": 12},
     "smollm3": BASE | {"pad_token_id": 0},
     "ministral3": BASE | {"head_dim": 12},
     "seed_oss": BASE | {"head_dim": 12},
@@ -1001,6 +1003,38 @@ CASES |= {
     | {
         "no soft-cap, biases": {"final_logit_softcapping": None, "attention_bias": True, "rms_norm_eps": 1e-3},
         "soft-cap, linear rope": {"final_logit_softcapping": 1.5, "rope_parameters": LINEAR, "hidden_act": "relu"},
+    },
+    "hunyuan_v1_dense": PLAIN
+    | {
+        "alpha, own head size": {
+            "head_dim": 20,
+            "rope_scaling": {
+                "type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+            }
+            | {"mscale_all_dim": 0.0},
+        },
+        "biases, yarn rope, large epsilon": {
+            "attention_bias": True,
+            "rope_parameters": YARN,
+            "rms_norm_eps": 1e-2,
+            "head_dim": 12,
+        },
+    },
+    "hunyuan_v1_moe": {
+        "plain weights": {"num_experts": 5, "moe_topk": 3},
+        "alpha, choices by layer, tied": {
+            "num_experts": 6,
+            "moe_topk": [2, 3],
+            "head_dim": 16,
+            "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+            "tie_word_embeddings": True,
+        },
+        "biases": {"num_experts": 4, "moe_topk": 1, "attention_bias": True, "num_key_value_heads": 4},
     },
     "minicpm3": {
         "plain weights, untied": {"tie_word_embeddings": False, "scale_emb": 2, "dim_model_base": 16},

@@ -299,12 +299,13 @@ class AttentionSpec:
     ``bias`` is then added. ``softcap``, which excludes a bias, limits a score ``s`` to ``softcap * tanh(s / softcap)``.
     In causal self-attention a query at position ``p`` sees keys ``p - window < j <= p`` (all ``j <= p`` without a
     window), and in an encoder's those less than ``window`` tokens before or behind it. ``q_norm`` and ``k_norm``
-    normalise each head before the rotation, and ``v_norm`` each head of values; all have one epsilon. With an
-    ``output_gate``, the output is multiplied by the sigmoid of a gate for each of its elements. A ``softcap``, a
-    ``LinearBias`` and an ``output_gate`` are for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more
-    score of each head, whose value is zero: it takes a share of the softmax. They are for causal self-attention without
-    a ``bias`` or a ``softcap`` only. ``int8_norms`` stand for ``q_norm`` and ``k_norm`` where the cache is int8, and
-    give the same scores.
+    normalise each head before the rotation, or behind it with ``norm_after_rope``, and ``v_norm`` each head of values;
+    all have one epsilon. ``norm_after_rope`` excludes a ``bias``, a ``softcap`` and ``sinks``. With an ``output_gate``,
+    the output is multiplied by the sigmoid of a gate for each of its elements. A ``softcap``, a ``LinearBias`` and an
+    ``output_gate`` are for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more score of each head, whose
+    value is zero: it takes a share of the softmax. They are for causal self-attention without a ``bias`` or a
+    ``softcap`` only. ``int8_norms`` stand for ``q_norm`` and ``k_norm`` where the cache is int8, and give the same
+    scores.
     """
 
     heads: int
@@ -321,9 +322,10 @@ class AttentionSpec:
     output_gate: bool = False
     int8_norms: tuple[Norm, Norm] | None = None
     v_norm: Norm | None = None
+    norm_after_rope: bool = False
 
     def __post_init__(self) -> None:
-        assert sum(x is not None for x in (self.bias, self.softcap, self.sinks)) <= 1
+        assert sum(x is not None for x in (self.bias, self.softcap, self.sinks)) <= 1 - self.norm_after_rope
 
     def for_cache(self, int8: bool) -> AttentionSpec:
         """The attention over an int8 or another cache."""

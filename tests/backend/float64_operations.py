@@ -170,10 +170,12 @@ class AttentionModel:
         return out.reshape(-1), magnitude.reshape(-1)
 
     def _prepare(self, heads: np.ndarray, head_norm: Norm | None, position: int) -> np.ndarray:
-        if head_norm is not None:
+        is_last = self.spec.norm_after_rope
+        if head_norm is not None and not is_last:
             heads = norm(heads, head_norm)
         if self.frequencies is not None:
             heads = rotate(heads, position, self.frequencies, self.spec.rope.scale)  # type: ignore[union-attr]
+        heads = norm(heads, head_norm) if head_norm is not None and is_last else heads
         return rounded(heads @ self.transform, self.activation)
 
 

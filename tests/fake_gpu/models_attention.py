@@ -32,10 +32,12 @@ F32, F16 = np.float32, np.float16
 
 def prepared(call: Call, x: np.ndarray, positions: np.ndarray, norm_weight: str, rotates: bool) -> np.ndarray:
     """Heads ``[T, heads, head_dim]`` fp32 normalised, rotated and transformed, if asked for, and rounded to fp16."""
-    if call.arguments[norm_weight]:
-        x = normalise(x, Norm(call.vector(norm_weight, call.head_dim, F32), call.eps))
+    norm = Norm(call.vector(norm_weight, call.head_dim, F32), call.eps) if call.arguments[norm_weight] else None
+    is_last = "NORM_AFTER_ROPE" in call.defines
+    x = x if norm is None or is_last else normalise(x, norm)
     if norm_weight != "v_norm_weight" and call.frequencies:
         x = rotate(x, positions, Rope(call.vector("frequencies", call.head_dim // 2, F32), call.rope_scale))
+    x = normalise(x, norm) if norm is not None and is_last else x
     return (rotated_heads(x) if rotates else x).astype(F16)
 
 

@@ -99,6 +99,8 @@ PARAMETERS = {
     "solar-open-100b": 102.65e9,
     "k-exaone-236b-a23b": 236.57e9,
     "hunyuan-3-295b-a21b": 295.03e9,
+    "hunyuan-7b": 7.505e9,
+    "hunyuan-a13b": 80.39e9,
     "mellum-2-12b": 12.15e9,
     "trinity-mini": 26.124e9,
     "all-minilm-l6-v2": 22.565e6,

@@ -36,7 +36,7 @@ DECODERS = (
     "phi3", "olmo2", "olmo3", "granite", "smollm3", "ministral3", "seed_oss", "stablelm", "cohere", "cohere2", "glm",
     "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron", "helium",
     "gemma2", "gemma3_text", "bloom", "gemma", "olmo", "ernie4_5", "arcee", "jais2", "cwm", "ministral", "vaultgemma",
-    "hyperclovax", "nanochat", "youtu", "minicpm3",
+    "hyperclovax", "nanochat", "youtu", "minicpm3", "hunyuan_v1_dense",
 )  # fmt: skip
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -51,7 +51,7 @@ MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
     "granitemoehybrid", "nemotron_h", "gemma4_text", "kimi_linear", "dots1", "solar_open", "exaone_moe", "hy_v3",
-    "granitemoeshared", "mellum", "afmoe", "flex_olmo",
+    "granitemoeshared", "mellum", "afmoe", "flex_olmo", "hunyuan_v1_moe",
 )  # fmt: skip
 """Families with experts; those of Gemma 4 are in its first case alone."""
 SCALED_INPUTS = ("llama4_text",)

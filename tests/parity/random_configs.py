@@ -584,6 +584,19 @@ def minicpm3(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }
 
 
+def hunyuan(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    alpha = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": draw.one_of(2.0, 100.0)}
+    count, layers = draw.up_to(9, 2), config["num_hidden_layers"]
+    own = {
+        "head_dim": 2 * draw.up_to(16, 2), "attention_bias": draw.flag(), "rms_norm_eps": draw.one_of(1e-5, 1e-3),
+        "rope_parameters": draw.one_of(config["rope_parameters"], alpha, *ropes),
+    }  # fmt: skip
+    if config["model_type"] == "hunyuan_v1_dense":
+        return own
+    by_layer = [draw.up_to(count + 1) for _ in range(layers)]
+    return own | {"num_experts": count, "moe_topk": draw.one_of(draw.up_to(count + 1), by_layer)}
+
+
 def bamba(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     layers = config["num_hidden_layers"]
     attention = [layer for layer in range(layers - 1) if draw.flag()]
@@ -657,7 +670,7 @@ def mellum(draw: Draw, config: Config, ropes: list[Config]) -> Config:
 OWN = {
     "gemma": gemma, "olmo": olmo, "ernie4_5": ernie4_5, "arcee": arcee, "jais2": jais2, "cwm": cwm,
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
-    "minicpm3": minicpm3,
+    "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
     "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,

@@ -14,7 +14,7 @@ from ..latent import by_token_and_head, cached_rows, latent_queries, latent_rows
 from ..quantization import quantize_heads
 from ..rotation import rotated_heads
 from ..routing import sigmoid
-from ..values import BLOCK_SIZE, LATENT_SEGMENT, Array, AttentionSpec, ForwardBatch, LatentSpec
+from ..values import BLOCK_SIZE, LATENT_SEGMENT, Array, AttentionSpec, ForwardBatch, LatentSpec, Norm
 from .step import StepOperations, positions_of, sequences
 
 
@@ -26,10 +26,11 @@ class AttentionOperations(StepOperations):
         """Causal self-attention of a step's tokens over the cache, to which their keys and values are added.
 
         ``qkv`` is ``[T, spec.qkv_features]``: query, key and value heads side by side, and before them the output's
-        gate if there is one. Query and key heads are normalised if the ``spec`` has norms, rotated to their position,
-        transformed by :func:`..rotation.rotated_heads` if the cache is int8, and rounded. Keys and values are stored in
-        the cache. Then each query attends to its own sequence, with scores and softmax in fp32. The result ``[T, heads
-        * head_dim]`` is rounded; if there is a gate it is multiplied by the sigmoid of that in fp32, and rounded again.
+        gate if there is one. Query and key heads are normalised if the ``spec`` has norms, rotated to their position
+        (in the other order with ``norm_after_rope``), transformed by :func:`..rotation.rotated_heads` if the cache is
+        int8, and rounded. Keys and values are stored in the cache. Then each query attends to its own sequence, with
+        scores and softmax in fp32. The result ``[T, heads * head_dim]`` is rounded; if there is a gate it is multiplied
+        by the sigmoid of that in fp32, and rounded again.
         """
         tokens = qkv.shape[0]
         gate, qkv = qkv[:, : spec.gate_features], qkv[:, spec.gate_features :]
@@ -52,7 +53,7 @@ class AttentionOperations(StepOperations):
         """
         spec = spec.for_cache(cache.key_scales is not None)
         (heads,) = split_heads(q, spec, spec.heads)
-        heads = rotate(normalise(heads, spec.q_norm) if spec.q_norm else heads, positions_of(batch), spec.rope)
+        heads = normed_and_rotated(heads, spec.q_norm, spec, positions_of(batch))
         heads = self._round(heads if cache.key_scales is None else rotated_heads(heads))
         out, table = np.zeros(heads.shape, np.float32), batch.block_tables[cache.group]
         for b, rows in sequences(batch):
@@ -154,8 +155,7 @@ class AttentionOperations(StepOperations):
         """
         spec = spec.for_cache(int8)
         q, k, v = split_heads(qkv, spec, spec.heads, spec.kv_heads, spec.kv_heads)
-        q = rotate(normalise(q, spec.q_norm) if spec.q_norm else q, positions, spec.rope)
-        k = rotate(normalise(k, spec.k_norm) if spec.k_norm else k, positions, spec.rope)
+        q, k = normed_and_rotated(q, spec.q_norm, spec, positions), normed_and_rotated(k, spec.k_norm, spec, positions)
         if int8:
             q, k = rotated_heads(q), rotated_heads(k)
         return self._round(q), self._round(k), normalise(v, spec.v_norm) if spec.v_norm else v
@@ -185,6 +185,15 @@ class AttentionOperations(StepOperations):
             q, keys, values, spec.scale, context_len, window, spec.bias, causal, spec.softcap, spec.sinks,
             weight_dtype=self.activation_dtype,
         )  # fmt: skip
+
+
+def normed_and_rotated(heads: np.ndarray, norm: Norm | None, spec: AttentionSpec, positions: Array) -> np.ndarray:
+    """Query or key heads fp32 ``[T, n, head_dim]``, normalised by ``norm`` if that is given, and rotated."""
+    if norm is None:
+        return rotate(heads, positions, spec.rope)
+    if spec.norm_after_rope:
+        return normalise(rotate(heads, positions, spec.rope), norm)
+    return rotate(normalise(heads, norm), positions, spec.rope)
 
 
 def split_heads(x: np.ndarray, spec: AttentionSpec, *counts: int) -> list[np.ndarray]:

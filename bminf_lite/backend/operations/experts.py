@@ -42,9 +42,10 @@ class ExpertOperations(ProductOperations, RowOperations):
     ) -> Array:
         """The sum of what each token's experts make of it: ``[T, in]`` -> fp32 ``[T, out]``; see :mod:`..mixture`.
 
-        The router reads ``routed``, by default ``x``, which is a :meth:`norm`. An ``addend`` fp32 ``[T, out]``, times
-        the ``gate`` fp32 ``[T, 1]`` if there is one, is added to the sum, or what a ``shared`` expert makes of ``x``.
-        With a ``residual`` fp32 ``[T, out]``, which may be overwritten, the result is added to that.
+        The router reads ``routed``, by default ``x``, which is a :meth:`norm` or a residual stream. An ``addend`` fp32
+        ``[T, out]``, times the ``gate`` fp32 ``[T, 1]`` if there is one, is added to the sum, or what a ``shared``
+        expert makes of ``x``. With a ``residual`` fp32 ``[T, out]``, which may be overwritten, the result is added to
+        that.
 
         An expert computes :meth:`linear` of :meth:`gated_linear` or :meth:`activated_linear`, each rounded to the
         activation type. The results of a token are multiplied by the router's weights, unless these multiply the

@@ -97,14 +97,15 @@ class Launcher:
         bytes_moved: int = 0,
         cache: bool = False,
         dependent: bool = True,
+        defines: tuple[str, ...] = (),
     ) -> None:
         """Launch a kernel, which may start before its predecessor has ended if it is ``dependent``.
 
         ``step`` is None for kernels outside a step. ``bytes_moved`` counts the bytes that the kernel reads and writes.
         ``cache``: see :meth:`Module.kernel`; for a kernel that fills the GPU, because other kernels cannot run beside
-        it.
+        it. ``defines`` are macros.
         """
-        kernel = self.kernel(source, expression, cache)
+        kernel = self.kernel(source, expression, cache, defines)
         kernel(grid, block, args, shared, self.stream, dependent, cluster, bytes_moved)
         if step is not None:
             step.one_block_per_sm = False

@@ -44,7 +44,8 @@ class AttentionPart(Part):
     :class:`.values.AttentionSpec`. ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys. With
     an ``output_gate`` the matrix of queries, of three, has for each head its query and behind that the gate of its
     output; a ``gate`` names a matrix of these gates alone, without a bias. ``value_norm``: each head of values has an
-    RMSNorm without a weight. Keys and values have one matrix if its name stands twice in ``qkv``; then values are the
+    RMSNorm without a weight. With ``norm_after_rope`` queries and keys are normalised behind the rotation, which is of
+    whole heads then. Keys and values have one matrix if its name stands twice in ``qkv``; then values are the
     keys before their norm and rotation.
     """
 
@@ -75,8 +76,10 @@ class AttentionPart(Part):
     gate: str | None = None
     input_multiplier: float = 1.0
     value_norm: bool = False
+    norm_after_rope: bool = False
 
     def __post_init__(self) -> None:
+        assert self.qk_norm is QueryKeyNorm.HEAD or not self.norm_after_rope
         is_alone = not (self.output_gate or self.qkv_bias) and self.qk_norm is not QueryKeyNorm.WHOLE
         assert self.gate is None or is_alone, "a matrix of gates excludes biases, gated queries and norms of all heads"
 
@@ -187,6 +190,7 @@ class AttentionPart(Part):
         of_head = self.rotary.head_transform(self.head_dim) if self.rotary else None
         if of_head is None or of_head.factors is None:
             return 1.0
+        assert not self.norm_after_rope, "a factor on a part of a head, before the norm"
         return np.tile(of_head.factors, heads if self.qk_norm is QueryKeyNorm.WHOLE else 1)
 
     def _with_gates(self, queries: np.ndarray) -> np.ndarray:
@@ -242,6 +246,7 @@ class AttentionPart(Part):
             output_gate=self.has_gate,
             int8_norms=int8_norms,
             v_norm=Norm(ops.vector(np.ones(self.head_dim, np.float32)), self.norm_eps) if self.value_norm else None,
+            norm_after_rope=self.norm_after_rope,
         ).shard(ops.communicator.tp_size)
         out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)
         q, kv = self.features[0], KeyValueHeads(self.kv_heads, self.head_dim)

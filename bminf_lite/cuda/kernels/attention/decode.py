@@ -27,7 +27,18 @@ from ..constants import (
 )
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together, numbers
 from ..launcher import Launcher, StepContext
-from .heads import ELEMENTS, INT8, LARGE_HEAD_DIM, element_of, head_arguments, head_pitch_of, max_head_dim, scores_of
+from .heads import (
+    ELEMENTS,
+    INT8,
+    LARGE_HEAD_DIM,
+    ROPE_FIRST,
+    defines_of,
+    element_of,
+    head_arguments,
+    head_pitch_of,
+    max_head_dim,
+    scores_of,
+)
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -183,14 +194,16 @@ class AttentionDecode:
             templates = dict.fromkeys(template for template, *_ in sorted(launched))
             works = tuple(Together((unit, int(work))) for unit, work in UNIT_WORK)
             drafts = tuple(sorted({each[-1] for each in launched}))
-            yield KernelFamily(
-                cls.source,
-                "attention_decode",
-                (tuple(templates), works, (kind,), ELEMENTS, drafts),
-                lambda template, work, _, element, drafts, launched=launched: (
-                    (template, work, element, drafts) in launched
-                ),
-            )
+            for defines in ((), ROPE_FIRST) if kind == CAUSAL else ((),):
+                yield KernelFamily(
+                    cls.source,
+                    "attention_decode",
+                    (tuple(templates), works, (kind,), ELEMENTS, drafts),
+                    lambda template, work, _, element, drafts, launched=launched: (
+                        (template, work, element, drafts) in launched
+                    ),
+                    defines,
+                )
 
     def grid(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> DecodeGrid:
         """Which blocks compute what for ``batch_size`` sequences.
@@ -267,6 +280,7 @@ class AttentionDecode:
         """
         scores = scores_of(spec)
         assert (lengths is None and not is_shared) or scores.kind is ScoreKind.PLAIN
+        assert not (spec.norm_after_rope and is_shared), "shared heads are normalised before their rotation"
         kind = SHARED if is_shared else int(scores.decode_mask) if lengths is None else CROSS
         batch_size, element = qkv.shape[0], element_of(cache)
         grid = self.grid(spec, batch_size, max_context_len)
@@ -321,6 +335,7 @@ class AttentionDecode:
             shared=config.shared(element, grid.unit) + (config.draft_bytes(element) if has_drafts else 0),
             cluster=grid.unit if grid.unit > 1 else None,
             dependent=is_unwritten or (written > 0 and step.is_under_way),
+            defines=defines_of(spec),
             bytes_moved=nbytes_of(qkv, out)
             + batch_size * min(max_context_len, spec.window or max_context_len) * spec.kv_heads * 2 * head_bytes(cache),
         )

@@ -14,6 +14,13 @@ struct HeadParams {
     float eps, rope_scale;
 };
 
+// With the macro NORM_AFTER_ROPE, query and key heads are normalised behind their rotation.
+#ifdef NORM_AFTER_ROPE
+constexpr bool ROPE_FIRST = true;
+#else
+constexpr bool ROPE_FIRST = false;
+#endif
+
 constexpr int PAIRS = 8;  // of a lane, for head_dim <= 64 * PAIRS
 
 // rope_scale times cosine and sine of position * frequency.
@@ -75,14 +82,21 @@ __device__ __forceinline__ void norm_head(
     }
 }
 
-// The norm of a head, then the rotation of each pair if the head `has_rope`, as those of queries and keys have. One
-// call for heads of any kind: a second copy of the norm for values makes the kernel a tenth longer.
+// The norm of a head, then the rotation of each pair if the head `has_rope`, as those of queries and keys have; with
+// ROPE_FIRST in the other order. One call for heads of any kind: a second copy of the norm for values makes the kernel
+// a tenth longer.
 template <int PAIRS>
 __device__ __forceinline__ void norm_and_rope(
     float (&low)[PAIRS], float (&high)[PAIRS], const HeadParams& params, const float* norm_weight, bool has_rope,
     int head_dim, const float (&cosine)[PAIRS], const float (&sine)[PAIRS]) {
+    if constexpr (ROPE_FIRST) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i)  // behind the last pair there is no angle, and the norm reads zeros
+            if (params.frequencies && has_rope && i * WARP + threadIdx.x % WARP < head_dim / 2)
+                rotate_pair(low[i], high[i], cosine[i], sine[i]);
+    }
     norm_head(low, high, norm_weight, params.eps, head_dim);
-    if (params.frequencies && has_rope) {
+    if (!ROPE_FIRST && params.frequencies && has_rope) {
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) rotate_pair(low[i], high[i], cosine[i], sine[i]);
     }

@@ -13,6 +13,8 @@ from ..constants import DecodeMask, ScoreKind
 LARGE_HEAD_DIM, MAX_HEAD_DIM = 256, 512
 """Heads of more than ``LARGE_HEAD_DIM`` elements want compute capability 8.0."""
 LOG2_E = math.log2(math.e)
+ROPE_FIRST = ("NORM_AFTER_ROPE=1",)
+"""The macro of kernels that normalise queries and keys behind their rotation."""
 ELEMENTS = HALF, INT8 = "__half", "bminf::int8"
 """Element types of a cache, as the kernels name them."""
 
@@ -21,6 +23,11 @@ def head_pitch_of(cache: LayerCache) -> int:
     """Elements from one token's head to the next token's in the cache: the head size, padded."""
     pitch: int = cache.keys.strides[-2] // cache.keys.itemsize
     return pitch
+
+
+def defines_of(spec: AttentionSpec) -> tuple[str, ...]:
+    """The macros of the kernels that prepare heads."""
+    return ROPE_FIRST if spec.norm_after_rope else ()
 
 
 def max_head_dim(capability: tuple[int, int]) -> int:

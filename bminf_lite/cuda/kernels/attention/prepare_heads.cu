@@ -230,17 +230,21 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) prepare_heads(
         if (block_tables != nullptr)
             cached = static_cast<long long>(now.block) * kv_heads * BLOCK_SIZE + position % BLOCK_SIZE,
             head_stride = BLOCK_SIZE;
-        if (q_norm_weight != nullptr || k_norm_weight != nullptr || v_norm_weight != nullptr) {
-            const float* const weight = is_value ? v_norm_weight : is_query ? q_norm_weight : k_norm_weight;
-            norm_parts(low, high, weight, eps, head_dim, count, lanes, whole);
-        }
-        if (frequencies != nullptr && !is_value) {
+        const auto rotate = [&] {
+            if (frequencies == nullptr || is_value) return;
             float cosine[N], sine[N];
             load8(cosines + part * N, cosine);
             load8(sines + part * N, sine);
 #pragma unroll
-            for (int i = 0; i < N; ++i) rotate_pair(low[i], high[i], cosine[i], sine[i]);
+            for (int i = 0; i < N; ++i)  // the norm behind it reads zeros behind the last pair, which has no angle
+                if (!ROPE_FIRST || i < count) rotate_pair(low[i], high[i], cosine[i], sine[i]);
+        };
+        if (ROPE_FIRST) rotate();
+        if (q_norm_weight != nullptr || k_norm_weight != nullptr || v_norm_weight != nullptr) {
+            const float* const weight = is_value ? v_norm_weight : is_query ? q_norm_weight : k_norm_weight;
+            norm_parts(low, high, weight, eps, head_dim, count, lanes, whole);
         }
+        if (!ROPE_FIRST) rotate();
         if (IS_INT8<CACHE> && rotated_pairs) rotate_parts(low, high, rotated_pairs, part, is_value);
         uint4 raw_low, raw_high;
         store8(reinterpret_cast<__half*>(&raw_low), low);

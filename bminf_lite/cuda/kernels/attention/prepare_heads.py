@@ -12,7 +12,7 @@ from ..constants import PREPARE_BLOCKS, PREPARE_ELEMENTS, PREPARE_THREADS
 from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import FROM_INT32, ROW, RowSource, orders_for
-from .heads import ELEMENTS, element_of, head_arguments, head_pitch_of
+from .heads import ELEMENTS, ROPE_FIRST, defines_of, element_of, head_arguments, head_pitch_of
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -34,8 +34,13 @@ class PrepareHeads:
 
     @classmethod
     def instantiations(cls, capability: Capability) -> Iterator[KernelFamily]:
-        yield KernelFamily(cls.source, "prepare_heads", (BOOLEANS, orders_for(capability), ELEMENTS, (0,)))
-        yield KernelFamily(cls.source, "prepare_heads", (BOOLEANS[:1], (ROW,), ELEMENTS, (ROUND_LANES,)))
+        plain, in_rounds = (
+            (BOOLEANS, orders_for(capability), ELEMENTS, (0,)),
+            (BOOLEANS[:1], (ROW,), ELEMENTS, (ROUND_LANES,)),
+        )
+        for defines in ((), ROPE_FIRST):
+            for values in (plain, in_rounds):
+                yield KernelFamily(cls.source, "prepare_heads", values, defines=defines)
 
     def launch(
         self,
@@ -99,6 +104,7 @@ class PrepareHeads:
                 rotated_pairs,
             ),
             bytes_moved=bytes_moved,
+            defines=defines_of(spec),
         )
 
 
