@@ -1004,6 +1004,16 @@ CASES |= {
         "no soft-cap, biases": {"final_logit_softcapping": None, "attention_bias": True, "rms_norm_eps": 1e-3},
         "soft-cap, linear rope": {"final_logit_softcapping": 1.5, "rope_parameters": LINEAR, "hidden_act": "relu"},
     },
+    "apertus": PLAIN
+    | {
+        "own rotation, no rotation in the file": {"max_position_embeddings": 65536},
+        "squared relu, biases, yarn rope": {"hidden_act": "relu2", "attention_bias": True, "rope_parameters": YARN},
+        "biases, llama3 rope, large epsilon": {
+            "attention_bias": True,
+            "rope_parameters": LLAMA3,
+            "rms_norm_eps": 1e-2,
+        },
+    },
     "hunyuan_v1_dense": PLAIN
     | {
         "alpha, own head size": {
@@ -1227,7 +1237,7 @@ def parsed(config: Case) -> Any:
 def parameters_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors under the names that checkpoints have; a tied head is there once, under the embedding's name."""
     renamed = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
-    names = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    names = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps")
     biases = {name: b for name, b in model.named_buffers() if name.endswith(names)}
     return {renamed.get(name, name): parameter for name, parameter in model.named_parameters()} | biases
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from .values import Norm, Rope
+from .values import Norm, Rope, Xielu
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -143,6 +143,15 @@ def relu(x: np.ndarray) -> np.ndarray:
 def relu_squared(x: np.ndarray) -> np.ndarray:
     """``max(x, 0)^2`` (https://arxiv.org/abs/2109.08668)."""
     y: np.ndarray = np.square(relu(x))
+    return y
+
+
+@silently
+def xielu(x: np.ndarray, values: Xielu) -> np.ndarray:
+    """The activation of ``values`` in fp32, whose operations round one by one."""
+    positive, negative, beta, eps = map(np.float32, (values.positive, values.negative, values.beta, values.eps))
+    slope = np.where(x > 0, positive * x * x, (np.expm1(np.minimum(x, eps)) - x) * negative)
+    y: np.ndarray = slope + beta * x
     return y
 
 

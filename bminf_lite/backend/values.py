@@ -282,6 +282,19 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class Xielu:
+    """The numbers of xIELU (https://arxiv.org/abs/2411.13010), an activation whose two slopes a layer has learned.
+
+    Of ``x`` above 0 it is ``positive * x^2 + beta * x``, else ``negative * (expm1(min(x, eps)) - x) + beta * x``.
+    """
+
+    positive: float
+    negative: float
+    beta: float
+    eps: float
+
+
+@dataclass(frozen=True)
 class LinearBias:
     """ALiBi (https://arxiv.org/abs/2108.12409): the bias ``slope * (key - query)`` that attention adds to a score.
 

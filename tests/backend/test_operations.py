@@ -27,6 +27,7 @@ from tolerances import assert_close
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.communicator import OneRank
 from bminf_lite.backend.functions import ACTIVATIONS
+from bminf_lite.backend.values import Xielu
 
 
 def in_activation_type(backend: Backend, x: np.ndarray) -> np.ndarray:
@@ -447,6 +448,17 @@ def test_soft_cap(backend, seed, rows, width):
     x = (np.random.default_rng(seed).standard_normal((rows, width)) * 50).astype(np.float32)
     y = backend.host(backend.soft_cap(backend.array(x), 30.0))
     assert_close(y, 30 * np.tanh(x.astype(np.float64) / 30), "soft-cap", backend.activation_dtype)
+
+
+@given(SEEDS, st.integers(1, 5), WIDTHS)
+def test_xielu(backend, seed, rows, width):
+    x = in_activation_type(backend, np.random.default_rng(seed).standard_normal((rows, width)) * 4)
+    x[0, 0] = 0
+    wide = x.astype(np.float64)
+    y = backend.host(backend.xielu(backend.array(x), Xielu(0.7, 1.9, 0.5, -1e-6)))
+    expected = np.where(wide > 0, 0.7 * wide**2, 1.9 * (np.expm1(np.minimum(wide, -1e-6)) - wide)) + 0.5 * wide
+    assert y.dtype == backend.activation_dtype
+    assert_close(y, expected, "xielu", backend.activation_dtype, 0.7 * wide**2 + 4 * np.abs(wide) + 1e-5)
 
 
 def test_a_norm_can_be_the_residual_stream(backend):

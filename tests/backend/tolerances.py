@@ -45,6 +45,8 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
         "products of fp16 numbers are exact in fp32; sums as above; one rounding to fp16",
         FP16_FLOOR,
     ),
+    ("xielu", np.float32): Tolerance(8 * FP32, 4 * FP32, "an expm1 within two places, and five roundings of its terms"),
+    ("xielu", np.float16): Tolerance(8 * FP32, FP16 + 4 * FP32, "as in fp32; one rounding to fp16", FP16_FLOOR),
     ("adapter", np.float32): Tolerance(64 * FP32, 2 * FP32, "two sums as in linear, the first scaled; additions"),
     ("adapter", np.float16): Tolerance(
         FP16 + 64 * FP32,

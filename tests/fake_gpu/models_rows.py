@@ -9,6 +9,7 @@ from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cache_values import StateCache
 from bminf_lite.backend.functions import ACTIVATIONS, normalise, silu, soft_capped
 from bminf_lite.backend.functions import softmax as softmax_of
+from bminf_lite.backend.functions import xielu as xielu_of
 from bminf_lite.backend.operations.recurrences import convolved as convolution_of
 from bminf_lite.backend.operations.rows import pooled
 from bminf_lite.backend.quantization import quantize_rows
@@ -16,7 +17,7 @@ from bminf_lite.backend.random_matrix import RandomMatrix
 from bminf_lite.backend.rotation import rotated
 from bminf_lite.backend.routing import sigmoid
 from bminf_lite.backend.side_products import added
-from bminf_lite.backend.values import ForwardBatch, Norm, ShortConvolution
+from bminf_lite.backend.values import ForwardBatch, Norm, ShortConvolution, Xielu
 from bminf_lite.cuda.kernels.constants import (
     GEMV_CHUNK,
     GEMV_THREADS,
@@ -384,6 +385,14 @@ def gate_rows(call: Call) -> None:
     call.require(call.threads >= rows * n, "blocks are missing")
     x, gate = call.rows("x", rows, call.pitch, n, F16, 2), call.rows("gate", rows, call.gate_pitch, n, F16, 2)
     x[...] = x.astype(F32) * sigmoid(gate.astype(F32))
+
+
+@model
+def xielu(call: Call) -> None:
+    rows, n = call.arguments["rows"], call.n
+    call.require(call.threads * 8 >= rows * up(n, 8), "blocks are missing")
+    x = call.rows("x", rows, call.pitch, n, F16)
+    x[...] = xielu_of(x.astype(F32), Xielu(call.positive, call.negative, call.beta, call.eps))
 
 
 @model

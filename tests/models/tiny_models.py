@@ -36,7 +36,7 @@ DECODERS = (
     "phi3", "olmo2", "olmo3", "granite", "smollm3", "ministral3", "seed_oss", "stablelm", "cohere", "cohere2", "glm",
     "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron", "helium",
     "gemma2", "gemma3_text", "bloom", "gemma", "olmo", "ernie4_5", "arcee", "jais2", "cwm", "ministral", "vaultgemma",
-    "hyperclovax", "nanochat", "youtu", "minicpm3", "hunyuan_v1_dense",
+    "hyperclovax", "nanochat", "youtu", "minicpm3", "hunyuan_v1_dense", "apertus",
 )  # fmt: skip
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -94,6 +94,8 @@ def random_tensors(seed: int, shapes: Mapping[str, tuple[int, ...]], model_type:
             values = np.float32(-2) + uniform
         elif name.endswith(("linear_attn.norm.weight", "linear_attn.o_norm.weight")):
             values = 1 + np.float32(0.3) * uniform
+        elif not shape:
+            values = np.float32(-1e-6 if name.endswith("eps") else 0.5) * (1 + np.float32(0.3) * uniform)
         elif len(shape) == 1:
             values = gain_of_norms + np.float32(0.3) * uniform
         elif name.removesuffix(".weight").endswith(EMBEDDINGS):

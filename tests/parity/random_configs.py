@@ -584,6 +584,12 @@ def minicpm3(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }
 
 
+def apertus(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    rope = draw.one_of(config["rope_parameters"], *ropes)
+    own = {"rope_parameters": rope, "attention_bias": draw.flag(), "rms_norm_eps": draw.one_of(1e-5, 1e-3)}
+    return own | {"hidden_act": draw.one_of("xielu", "xielu", "gelu")}
+
+
 def hunyuan(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     alpha = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": draw.one_of(2.0, 100.0)}
     count, layers = draw.up_to(9, 2), config["num_hidden_layers"]
@@ -670,7 +676,7 @@ def mellum(draw: Draw, config: Config, ropes: list[Config]) -> Config:
 OWN = {
     "gemma": gemma, "olmo": olmo, "ernie4_5": ernie4_5, "arcee": arcee, "jais2": jais2, "cwm": cwm,
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
-    "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan,
+    "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan, "apertus": apertus,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
     "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,

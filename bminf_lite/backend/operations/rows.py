@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..communicator import Communicator
-from ..functions import normalise, silently, soft_capped, softmax, stored
-from ..values import POOLING_LANES, Array, ForwardBatch, Norm, Pooling
+from ..functions import normalise, silently, soft_capped, softmax, stored, xielu
+from ..values import POOLING_LANES, Array, ForwardBatch, Norm, Pooling, Xielu
 from .step import StepOperations, positions_of, sequences
 
 
@@ -105,6 +105,13 @@ class RowOperations(StepOperations):
         normed = normalise(projected.reshape(len(projected), -1, size), norm).reshape(projected.shape)
         rows = table[tokens].astype(np.float32) * np.float32(table_scale)
         return self._round((normed + rows) * np.float32(scale))
+
+    def xielu(self, x: Array, values: Xielu) -> Array:
+        """:func:`..functions.xielu` of each element in fp32, rounded: ``[T, n]`` -> the same.
+
+        ``x`` is in the activation type, or a product that is; it may be overwritten.
+        """
+        return self._round(xielu(x.astype(np.float32), values))
 
     @silently
     def multiply_columns(self, x: Array, inputs: Array, first: int) -> Array:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ...backend.base import Backend
 from ...backend.cache_values import LayerCache
-from ...backend.values import Array, ForwardBatch
+from ...backend.values import Array, ForwardBatch, Xielu
 from ...layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ...layers.loading import RowTransform, TransformedWeights
-from ..spec import Fold, Tensors, linear, weights_of
+from ..spec import Fold, Parameter, Role, Tensors, linear, weights_of
 from .part import LayerSource, Part, PartTensors
 
 
@@ -85,6 +87,36 @@ class FeedForwardPart(Part):
 
 
 @dataclass(frozen=True)
+class XieluPart(FeedForwardPart):
+    """A feed-forward layer without a gate, whose activation is xIELU (see :class:`.values.Xielu`).
+
+    ``numbers`` is the prefix of its tensors: ``beta`` and ``eps``, one number each, and ``alpha_p`` and ``alpha_n``
+    ``[1]``, whose ``softplus`` are the slopes; to the negative one ``beta`` is added.
+    """
+
+    numbers: str = "mlp.act_fn"
+
+    def __post_init__(self) -> None:
+        assert not self.gated
+
+    def stated(self, layer: str) -> PartTensors:
+        own = super().stated(layer)
+        shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+        numbers = {f"{layer}.{self.numbers}.{name}": Parameter(shape, Role.VECTOR) for name, shape in shapes.items()}
+        return replace(own, tensors={**own.tensors, **numbers})
+
+    def build(self, source: LayerSource) -> XieluFeedForward:
+        plain, numbers = super().build(source), f"{source.name}.{self.numbers}"
+        positive, negative, beta, eps = (
+            float(np.ravel(source.weights.vector(f"{numbers}.{name}"))[0])
+            for name in ("alpha_p", "alpha_n", "beta", "eps")
+        )
+        positive, negative = (float(np.logaddexp(0.0, x)) for x in (positive, negative))
+        values = Xielu(positive, beta + negative, beta, eps)
+        return XieluFeedForward(plain.ops, self.activation, plain.inner, plain.down, values)
+
+
+@dataclass(frozen=True)
 class FeedForward:
     """``down(f(up(x)))``."""
 
@@ -115,3 +147,16 @@ class GatedFeedForward(FeedForward):
     ) -> Array:
         """``f(gate(x)) * up(x)``, which ``down`` reads."""
         return self.ops.gated_linear(x, self.inner.weight, self.activation)
+
+
+@dataclass(frozen=True)
+class XieluFeedForward(FeedForward):
+    """``down(xielu(up(x)))``."""
+
+    values: Xielu
+
+    def hidden(
+        self, x: Array, cache: LayerCache | None = None, batch: ForwardBatch | None = None, only_last: bool = False
+    ) -> Array:
+        """``xielu(up(x))``, which ``down`` reads."""
+        return self.ops.xielu(self.ops.linear(x, self.inner.weight), self.values)

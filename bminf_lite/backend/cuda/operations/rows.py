@@ -8,7 +8,7 @@ import numpy as np
 
 from ....cuda.kernels.arrays import PAD, round_up
 from ...operations.rows import HeadsOfRank, RowOperations
-from ...values import Array, ForwardBatch, Norm, Pooling
+from ...values import Array, ForwardBatch, Norm, Pooling, Xielu
 from ..adapter_bank import SavedBank
 from ..deferred import DeferredNorm, NormAddend, ResidualStream
 from ..device import CudaDevice
@@ -73,6 +73,11 @@ class CudaRowOperations(CudaDevice, RowOperations):
         out = self.arrays.rows(values.shape[0], values.shape[1], np.float16)
         self.kernels.layer_inputs.launch(self.kernels.step, tokens, table, values, norm, table_scale, scale, out)
         return out
+
+    def xielu(self, x: Array, values: Xielu) -> Array:
+        rows = self.materializer.to_half(x)
+        self.kernels.pointwise.xielu(self.kernels.step, rows, values)
+        return rows
 
     def multiply_columns(self, x: Array, inputs: Array, first: int) -> Array:
         rows = self.materializer.to_half(x)

@@ -1,5 +1,6 @@
 // Elementwise kernels: of some architectures learned position embeddings and those of token types, the gate of
-// attention's output, and the soft-cap of logits; of every step the copy of its integers from the host.
+// attention's output, an activation with learned slopes, and the soft-cap of logits; of every step the copy of its
+// integers from the host.
 #include "common/values.cuh"
 
 using namespace bminf;
@@ -26,6 +27,32 @@ __global__ void __launch_bounds__(256)
     const float open = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-__half2float(gate[row * gate_pitch + column]))));
     __half& value = x[row * pitch + column];
     value = __float2half_rn(__fmul_rn(__half2float(value), open));
+}
+
+// x = fp16(xielu(x)) for rows of n columns of fp16, backend/functions.py's. A thread has eight neighbouring columns.
+__global__ void __launch_bounds__(256)
+    xielu(__half* x, long long pitch, int rows, int n, float positive, float negative, float beta, float eps) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int threads = (n + 7) / 8, row = static_cast<int>(index / threads);
+    const int column = static_cast<int>(index % threads) * 8;
+    if (row >= rows) return;
+    __half* const own = x + row * pitch + column;
+    const auto activated = [&](float v) {
+        const float slope =
+            v > 0.0f ? __fmul_rn(__fmul_rn(positive, v), v) : __fmul_rn(__fsub_rn(expm1f(fminf(v, eps)), v), negative);
+        return __fadd_rn(slope, __fmul_rn(beta, v));
+    };
+    if (column + 8 > n) {
+        for (int j = 0; j < n - column; ++j) own[j] = __float2half_rn(activated(__half2float(own[j])));
+        return;
+    }
+    float v[8];
+    load8(own, v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = activated(v[j]);
+    store8(own, v);
 }
 
 // residual[token] += table[position of the token]; table: fp16 [positions, pitch]; residual: fp32 [T, residual_pitch].

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ....backend.values import ForwardBatch
+from ....backend.values import ForwardBatch, Xielu
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, round_up
 from ..instantiations import Capability, KernelFamily
 from ..launcher import Launcher, StepContext
@@ -33,6 +33,7 @@ class PointwiseKernels:
         yield KernelFamily(cls.source, "add_rows")
         yield KernelFamily(cls.source, "soft_cap")
         yield KernelFamily(cls.source, "gate_rows")
+        yield KernelFamily(cls.source, "xielu")
         yield KernelFamily(cls.source, "write_words")
         yield from (
             KernelFamily(cls.side_products_source, name, (("__half", "float"),))
@@ -104,6 +105,19 @@ class PointwiseKernels:
             256,
             (x.data.ptr, pitch_of(x), gate.data.ptr, pitch_of(gate), rows, n),
             bytes_moved=2 * nbytes_of(x) + nbytes_of(gate),
+        )
+
+    def xielu(self, step: StepContext, x: cp.ndarray, values: Xielu) -> None:
+        """:func:`backend.functions.xielu` in place, fp16 ``[rows, n]`` whose rows are aligned to 16 bytes."""
+        rows, n = x.shape
+        self._launcher.launch(
+            step,
+            self.source,
+            "xielu",
+            ceil_div(rows * ceil_div(n, 8), 256),
+            256,
+            (x.data.ptr, pitch_of(x), rows, n, values.positive, values.negative, values.beta, values.eps),
+            bytes_moved=2 * nbytes_of(x),
         )
 
     def write_words(self, source: int, target: int, count: int) -> None:
