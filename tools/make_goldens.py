@@ -1004,6 +1004,25 @@ CASES |= {
         "no soft-cap, biases": {"final_logit_softcapping": None, "attention_bias": True, "rms_norm_eps": 1e-3},
         "soft-cap, linear rope": {"final_logit_softcapping": 1.5, "rope_parameters": LINEAR, "hidden_act": "relu"},
     },
+    "phimoe": {
+        "plain weights": {"num_local_experts": 5},
+        "longrope, biases, tied": {
+            "num_local_experts": 6,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "tie_word_embeddings": True,
+            "router_jitter_noise": 0.3,
+            "max_position_embeddings": 256,
+            "rope_parameters": LONGROPE | {"long_factor": SHORT, "short_mscale": 1.1, "long_mscale": 1.4},
+        },
+        "window, large epsilon": {
+            "num_local_experts": 4,
+            "sliding_window": 7,
+            "rms_norm_eps": 1e-2,
+            "router_jitter_noise": 0.05,
+            "num_key_value_heads": 4,
+        },
+    },
     "apertus": PLAIN
     | {
         "own rotation, no rotation in the file": {"max_position_embeddings": 65536},

@@ -21,6 +21,12 @@ class Score(IntEnum):
     """The sigmoid of each."""
     SOFTMAX_OF_CHOSEN = 2
     """The softmax over the chosen experts. They are chosen by their logits."""
+    SPARSE_MIXER = 3
+    """A softmax for each rank, over the experts that no earlier rank has and whose logits are close to the largest."""
+
+
+CHOSEN_BY_LOGITS = (Score.SOFTMAX_OF_CHOSEN, Score.SPARSE_MIXER)
+"""Scores that exist of chosen experts alone."""
 
 
 class GroupScore(IntEnum):
@@ -52,7 +58,8 @@ class RouterSpec:
     ``num_groups`` above 1 the experts are divided into groups of neighbours, of which the ``top_groups`` best by
     ``group_score`` take part; the others' scores count as ``masked``. ``weight_type`` is what weights are rounded to at
     the end, for a model whose own code casts them to its type. ``scales_input``: the weights multiply the experts'
-    inputs, not their results (Llama 4).
+    inputs, not their results (Llama 4). ``closeness`` is for ``SPARSE_MIXER``: logits compete with the largest one if
+    they are less by at most that share of the larger one of it and their magnitude.
 
     Raises ``ValueError`` that lists all contradictions.
     """
@@ -70,6 +77,7 @@ class RouterSpec:
     masked: MaskedScore = MaskedScore.MINUS_INFINITY
     weight_type: str = "float32"
     scales_input: bool = False
+    closeness: float = 0.0
 
     def __post_init__(self) -> None:
         if problems := self._problems():
@@ -94,7 +102,7 @@ class RouterSpec:
                 )
             if self.has_groups and self.group_score is GroupScore.TOP_TWO and self.group_size < 2:
                 found.append("groups of one expert have no two largest scores")
-            if self.has_groups and self.score is Score.SOFTMAX_OF_CHOSEN:
+            if self.has_groups and self.score in CHOSEN_BY_LOGITS:
                 found.append("a softmax over the chosen experts has no scores to rank groups by")
         if self.weight_type not in WEIGHT_TYPES:
             found.append(f"weights of type {self.weight_type!r}; known are {', '.join(WEIGHT_TYPES)}")

@@ -9,7 +9,7 @@ the same weights. So each fp32 operation here rounds on its own, sums have one o
    alone. With groups, only experts of the best groups take part. Without both, experts are ranked by their logits,
    because a softmax and a sigmoid are increasing.
 3. The scores of the ``top_k`` experts are their weights, in the order of the ranks: renormalised to a sum of 1 if asked
-   for, and multiplied by factors.
+   for, and multiplied by factors. Some scores are those of chosen experts alone, which are then chosen by their logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from .expert_values import GroupScore, MaskedScore, RouterSpec, Score
+from .expert_values import CHOSEN_BY_LOGITS, GroupScore, MaskedScore, RouterSpec, Score
 from .functions import silently
 
 WEIGHT_DTYPES = {
@@ -52,12 +52,12 @@ def route(
 
     ``logits`` fp32 ``[T, experts]`` -> ``topk_ids`` int32 ``[T, top_k]``, by rank, and ``topk_weights`` fp32 likewise.
     ``correction_bias`` fp32 ``[experts]`` only chooses (https://arxiv.org/abs/2408.15664); it is for scores of single
-    experts, so not for ``SOFTMAX_OF_CHOSEN``. ``expert_scale`` fp32 ``[experts]`` multiplies the weights of an expert.
+    experts, so not for ``CHOSEN_BY_LOGITS``. ``expert_scale`` fp32 ``[experts]`` multiplies the weights of an expert.
 
     Experts whose scores are NaN are ranked last, so that ``topk_ids`` are always numbers of different experts.
     """
     assert logits.dtype == np.float32 and logits.shape[1] == spec.num_experts
-    assert correction_bias is None or spec.score is not Score.SOFTMAX_OF_CHOSEN
+    assert correction_bias is None or spec.score not in CHOSEN_BY_LOGITS
     scores = {Score.SOFTMAX: softmax_over_experts, Score.SIGMOID: sigmoid}.get(spec.score, np.asarray)(logits)
     by_logit = correction_bias is None and not spec.has_groups
     keys = logits if by_logit else scores if correction_bias is None else scores + correction_bias
@@ -66,6 +66,8 @@ def route(
     if spec.score is Score.SOFTMAX_OF_CHOSEN:
         powers = portable_exp(weights - weights[:, :1])
         weights = powers / sum_by_rank(powers)
+    if spec.score is Score.SPARSE_MIXER:
+        weights = sparse_mixer(logits, ids, spec.closeness)
     if spec.renormalise:
         total = sum_by_rank(weights) + np.float32(spec.epsilon)
         weights = weights / np.where(total < np.float32(spec.min_sum), np.float32(spec.min_sum), total)
@@ -124,6 +126,24 @@ def softmax_over_experts(logits: np.ndarray) -> np.ndarray:
     powers = portable_exp(logits - logits.max(axis=1, keepdims=True))
     probabilities: np.ndarray = powers / sum_over_experts(powers)
     return probabilities
+
+
+def sparse_mixer(logits: np.ndarray, ids: np.ndarray, closeness: float) -> np.ndarray:
+    """The weights of SparseMixer-v2 (https://arxiv.org/abs/2409.12136): of ``ids`` ``[T, top_k]`` by rank, fp32.
+
+    The weight of a rank is the softmax of its logit ``l`` over the experts that no earlier rank has and whose logits
+    ``x`` are close: ``(l - x) / max(|x|, l)`` is at most ``closeness``.
+    """
+    remaining, weights = np.ones(logits.shape, bool), np.empty(ids.shape, np.float32)
+    for rank in range(ids.shape[1]):
+        chosen = ids[:, rank : rank + 1]
+        largest, magnitude = np.take_along_axis(logits, chosen, axis=1), np.abs(logits)
+        distance = (largest - logits) / np.where(magnitude < largest, largest, magnitude)
+        competes = remaining & ~(distance > np.float32(closeness))
+        powers = np.where(competes, portable_exp(logits - largest), np.float32(0))
+        weights[:, rank : rank + 1] = np.float32(1) / sum_over_experts(powers)
+        np.put_along_axis(remaining, chosen, False, axis=1)
+    return weights
 
 
 def sum_over_experts(x: np.ndarray) -> np.ndarray:

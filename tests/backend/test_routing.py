@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bminf_lite.backend.expert_values import WEIGHT_TYPES, GroupScore, MaskedScore, RouterSpec, Score
+from bminf_lite.backend.expert_values import CHOSEN_BY_LOGITS, WEIGHT_TYPES, GroupScore, MaskedScore, RouterSpec, Score
 from bminf_lite.backend.routing import (
     MAX_EXPONENT,
     portable_exp,
@@ -44,11 +44,12 @@ def routers(draw: st.DrawFn) -> tuple[RouterSpec, np.ndarray, np.ndarray | None,
         draw(st.sampled_from(list(GroupScore))),
         draw(st.sampled_from(list(MaskedScore))),
         draw(st.sampled_from(WEIGHT_TYPES)),
+        closeness=draw(st.sampled_from([0.0, 0.02, 0.7])),
     )
     seed = draw(st.integers(0, 1000))
     random = np.random.default_rng(seed)
     logits = np.round(logits_of(9, experts, seed) * 2) / 2 if draw(st.booleans()) else logits_of(9, experts, seed)
-    has_bias = score is not Score.SOFTMAX_OF_CHOSEN and draw(st.booleans())
+    has_bias = score not in CHOSEN_BY_LOGITS and draw(st.booleans())
     bias = random.normal(size=experts).astype(np.float32) if has_bias else None
     scale = random.uniform(0.5, 2, experts).astype(np.float32) if draw(st.booleans()) else None
     return spec, logits.astype(np.float32), bias, scale
@@ -80,6 +81,7 @@ def test_ids_are_different_experts_and_what_is_computed_is_in_float32(case: Any)
 def test_the_definition_in_float64(case: Any) -> None:
     """Written without vectors, from the ids that were chosen."""
     spec, logits, _, scale = case
+    assume(spec.score is not Score.SPARSE_MIXER)  # which has a test of its own
     ids, weights = route(logits, spec, None, scale)
     for row, chosen, found in zip(logits.astype(np.float64), ids, weights, strict=True):
         powers = np.exp(row - row.max())
@@ -118,6 +120,23 @@ def test_logits_that_saturate_are_still_told_apart() -> None:
     logits = np.array([[40.0, 41.0, 42.0], [-300.0, -200.0, 0.0]], np.float32)
     assert route(logits, RouterSpec(3, 2, Score.SIGMOID))[0].tolist() == [[2, 1], [2, 1]]
     assert route(logits, RouterSpec(3, 2))[0].tolist() == [[2, 1], [2, 1]]
+
+
+def test_a_sparse_mixer_s_ranks_compete_with_those_close_to_them() -> None:
+    """Written as a loop, in float64."""
+    logits, spec = logits_of(4, 7), RouterSpec(7, 3, Score.SPARSE_MIXER, closeness=0.4)
+    ids, weights = route(logits, spec)
+    for row, chosen, found in zip(logits.astype(np.float64), ids, weights, strict=True):
+        remaining = set(range(7))
+        for expert, weight in zip(chosen.tolist(), found, strict=True):
+            top = max(row[e] for e in remaining)
+            assert row[expert] == top
+            close = [e for e in remaining if (top - row[e]) / max(abs(row[e]), top) <= 0.4]
+            np.testing.assert_allclose(weight, 1 / sum(np.exp(row[e] - top) for e in close), rtol=1e-6)
+            remaining.remove(expert)
+    alone = route(np.array([[5.0, 1.0, -5.0, 4.9]], np.float32), RouterSpec(4, 2, Score.SPARSE_MIXER, closeness=0.02))
+    assert alone[0].tolist() == [[0, 3]]
+    np.testing.assert_allclose(alone[1], [[1 / (1 + np.exp(-0.1)), 1]], rtol=1e-6)
 
 
 def test_groups_are_ranked_by_two_scores_or_by_one() -> None:

@@ -12,7 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_experts import RandomLayer, Sizes, codes_on_device, padded, rows_on_device
 
-from bminf_lite.backend.expert_values import ExpertActivation, GroupScore, MaskedScore, RouterSpec, Score
+from bminf_lite.backend.expert_values import (
+    CHOSEN_BY_LOGITS,
+    ExpertActivation,
+    GroupScore,
+    MaskedScore,
+    RouterSpec,
+    Score,
+)
 from bminf_lite.backend.experts import (
     ExpertWeights,
     activated,
@@ -68,6 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_groups": 2,
     },
     "lfm2_moe": {"score": Score.SIGMOID, "renormalise": True, "epsilon": 1e-6},
+    "phimoe": {"score": Score.SPARSE_MIXER, "closeness": 0.6},
 }
 
 
@@ -112,7 +120,7 @@ def test_choices_and_weights_are_the_definition_s(kernels: ExpertKernels, family
     logits = (random.normal(size=(23, experts)) * 4).astype(np.float32)
     logits[5], logits[6], logits[7, 3], logits[8] = np.nan, 0, np.nan, np.round(logits[8])
     logits[9, 1], logits[10, 2] = np.inf, -np.inf
-    for has_bias in (False, True) if spec.score is not Score.SOFTMAX_OF_CHOSEN else (False,):
+    for has_bias in (False, True) if spec.score not in CHOSEN_BY_LOGITS else (False,):
         bias = random.normal(size=experts).astype(np.float32) * 0.3 if has_bias else None
         scale = random.uniform(0.5, 2, experts).astype(np.float32) if has_bias else None
         found, expected = chosen_on_device(kernels, logits, spec, bias, scale), route(logits, spec, bias, scale)
@@ -433,6 +441,7 @@ LAYERS = {  # the kernels of few tokens compute three tokens of those with many 
     "qwen3": (Sizes(256, 96, 256, 104, 4, bias=False), RELU, {"renormalise": True}),
     "flex_olmo": (Sizes(128, 96, 128, 7, 5, False, (128, 32), normed=False), RELU, {}),
     "no norm, many experts": (Sizes(96, 64, 96, 64, 2, bias=False, normed=False), RELU, {"renormalise": True}),
+    "phimoe": (Sizes(128, 64, 128, 16, 2, False), RELU, {"score": Score.SPARSE_MIXER, "closeness": 0.5}),
     "mixtral": (Sizes(128, 448, 136, 8, 2, bias=False), RELU, {"renormalise": True}),
     "gpt-oss": (Sizes(208, 72, 208, 12, 3), RELU, {"score": Score.SOFTMAX_OF_CHOSEN}),
     "all rotated": (Sizes(256, 96, 256, 16, 4, False, (256, 32)), RELU, {"renormalise": True}),

@@ -148,7 +148,9 @@ def chosen(call: Call, rows: int) -> tuple[np.ndarray, np.ndarray]:
         GroupScore(call.group_score),
         MaskedScore(call.masked),
         WEIGHT_TYPES[call.weight_type],
+        closeness=call.closeness,
     )
+    call.require((spec.score is Score.SPARSE_MIXER) == ("SPARSE_MIXER_ROUTER" in call.defines), "a macro of its own")
     call.require(call.number("EACH") * 32 >= call.num_experts, "the lanes do not have all experts")
     bias = call.vector("correction_bias", call.num_experts, F32) if call.correction_bias else None
     scale = call.vector("expert_scale", call.num_experts, F32) if call.expert_scale else None

@@ -100,6 +100,7 @@ PARAMETERS = {
     "k-exaone-236b-a23b": 236.57e9,
     "hunyuan-3-295b-a21b": 295.03e9,
     "hunyuan-7b": 7.505e9,
+    "phi-3.5-moe": 41.87e9,
     "apertus-8b": 8.053e9,
     "apertus-70b": 70.60e9,
     "hunyuan-a13b": 80.39e9,

@@ -51,7 +51,7 @@ MIXTURES = (
     "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "minimax_m2", "lfm2_moe",
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
     "granitemoehybrid", "nemotron_h", "gemma4_text", "kimi_linear", "dots1", "solar_open", "exaone_moe", "hy_v3",
-    "granitemoeshared", "mellum", "afmoe", "flex_olmo", "hunyuan_v1_moe",
+    "granitemoeshared", "mellum", "afmoe", "flex_olmo", "hunyuan_v1_moe", "phimoe",
 )  # fmt: skip
 """Families with experts; those of Gemma 4 are in its first case alone."""
 SCALED_INPUTS = ("llama4_text",)

@@ -590,6 +590,20 @@ def apertus(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     return own | {"hidden_act": draw.one_of("xielu", "xielu", "gelu")}
 
 
+def phimoe(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    pairs = config["hidden_size"] // config["num_attention_heads"] // 2
+    factors, scale = [1 + i / pairs for i in range(pairs)], draw.one_of(1.0, 1.3)
+    rope = {
+        "rope_type": "longrope", "rope_theta": 100.0, "short_factor": factors, "long_factor": factors[::-1],
+        "original_max_position_embeddings": 64, "short_mscale": scale, "long_mscale": draw.one_of(scale, 1.5),
+    }  # fmt: skip
+    return {
+        "num_local_experts": draw.up_to(9, 2), "router_jitter_noise": draw.one_of(0.01, 0.3), "pad_token_id": 0,
+        "attention_bias": draw.flag(), "lm_head_bias": draw.flag(), "sliding_window": draw.one_of(None, 5, 39),
+        "rope_parameters": draw.one_of(config["rope_parameters"], rope),
+    }  # fmt: skip
+
+
 def hunyuan(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     alpha = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": draw.one_of(2.0, 100.0)}
     count, layers = draw.up_to(9, 2), config["num_hidden_layers"]
@@ -676,7 +690,7 @@ def mellum(draw: Draw, config: Config, ropes: list[Config]) -> Config:
 OWN = {
     "gemma": gemma, "olmo": olmo, "ernie4_5": ernie4_5, "arcee": arcee, "jais2": jais2, "cwm": cwm,
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
-    "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan, "apertus": apertus,
+    "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan, "apertus": apertus, "phimoe": phimoe,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
     "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,

@@ -41,6 +41,7 @@ CHOICES_WEIGH_MORE = (
     "llama4_text",
     "qwen3_5_moe_text",
     "nemotron_h",
+    "phimoe",
 )
 
 
@@ -48,8 +49,9 @@ def looseness(golden: Golden) -> float:
     """How much more a mixture's error may be: rounding changes some choices of experts.
 
     Where a bias chooses between experts of similar weights, a changed choice replaces more of the result; gpt-oss's
-    experts take no factors, and their limits are no smooth functions; of Llama 4 a token chooses one expert; states
-    of Qwen3.5 carry the change on to the tokens behind it. States of OLMo Hybrid may change their sign.
+    experts take no factors, and their limits are no smooth functions; of Llama 4 a token chooses one expert, and of
+    Phi-3.5-MoE two whose weights are near 1; states of Qwen3.5 carry the change on to the tokens behind it. States of
+    OLMo Hybrid may change their sign.
     """
     family = golden.config["model_type"]
     return 5.0 if family in CHOICES_WEIGH_MORE else 2.0 if family in (*MIXTURES, "olmo_hybrid") else 1.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ....backend.expert_values import ExpertActivation, RouterSpec
+from ....backend.expert_values import ExpertActivation, RouterSpec, Score
 from ...runtime.driver import shared_memory_per_block
 from ...runtime.kernel import Kernel
 from ..arrays import PAD, WeightRows, address, ceil_div, nbytes_of, pitch_of, round_up
@@ -23,6 +23,7 @@ from .pairs import Addend, addend_arguments
 from .router import EACH, MAX_TOP_K, experts_of_a_lane
 from .weights import (
     GROUP,
+    SPARSE_MIXER,
     ExpertMatrices,
     RouterWeights,
     SharedExpertWeights,
@@ -102,11 +103,21 @@ class FewTokens:
             yield KernelFamily(cls.source, "few_tokens_hidden_adapted", adapted, defines=defines)
             for name in ("few_tokens_down", "few_tokens_down_adapted"):
                 yield KernelFamily(cls.source, name, (EACH, BOOLEANS, UNITS[::-1], BOOLEANS), defines=defines)
+            yield from cls._of_sparse_mixers(defines)
         if shared >= LARGE_SHARED_MEMORY:
             defines = defines_for(FIRST_CHUNKS)
             yield KernelFamily(cls.source, "few_tokens_hidden", (SHORT_EACH, *values[1:]), _possible_hidden, defines)
             short = (SHORT_EACH, BOOLEANS, UNITS[-1:], BOOLEANS)
             yield KernelFamily(cls.source, "few_tokens_down", short, defines=defines_for(SECOND_CHUNKS))
+
+    @classmethod
+    def _of_sparse_mixers(cls, defines: tuple[str, ...]) -> Iterator[KernelFamily]:
+        """The kernels for routers with that score, whose experts have gates."""
+        defines, each, gated = (*defines, *SPARSE_MIXER), EACH[:1], BOOLEANS[1:]
+        for name in ("few_tokens_hidden", "few_tokens_hidden_adapted"):
+            yield KernelFamily(cls.source, name, (each, gated, numbers(Activation), UNITS[::-1]), defines=defines)
+        for name in ("few_tokens_down", "few_tokens_down_adapted"):
+            yield KernelFamily(cls.source, name, (each, BOOLEANS, UNITS[::-1], BOOLEANS), defines=defines)
 
     def supports(
         self,
@@ -131,7 +142,9 @@ class FewTokens:
         if tokens > 1 and tokens * spec.top_k > PAIRS_OF_EXPERTS * spec.num_experts:
             return False
         matrices = hidden.out_features // down.in_features
-        if adapted and matrices == 1:
+        if matrices == 1 and (adapted or spec.score is Score.SPARSE_MIXER):
+            return False
+        if spec.score is Score.SPARSE_MIXER and experts_of_a_lane(spec.num_experts) > 1:
             return False
         rows = share_of(pairs * down.in_features, matrices, num_sms)[1]
         first = self._shared(tokens, tokens, hidden.pitch, rows, 4 + 4 * adapted)
@@ -191,9 +204,7 @@ class FewTokens:
         tokens, spec = len(logits), router.spec
         pairs = len(out)
         parts = pairs // tokens - spec.top_k
-        is_short = (
-            side is None and tokens * weight.pitch <= LONG_CODES and self._is_short(pairs, down, spec.num_experts)
-        )
+        is_short = side is None and tokens * weight.pitch <= LONG_CODES and self._is_short(pairs, down, spec)
         features = weight.out_features // (2 if activation.gated else 1)
         plan = self._plan(
             "hidden" if side is None else "hidden_adapted",
@@ -206,6 +217,7 @@ class FewTokens:
             4 if side is None else 8,
             weight.pitch,
             chunks=FIRST_CHUNKS if is_short else None,
+            defines=router.defines,
         )
         room = plan.shared
         if side is None and self._launcher.has_clusters and self._fits_beside(tokens, pairs, down):
@@ -280,7 +292,8 @@ class FewTokens:
             12 if side is None else 16,
             weight.pitch,
             f", {BOOLEANS[weight.rotation > 1]}",
-            SECOND_CHUNKS if side is None and self._is_short(pairs, weight, spec.num_experts) else None,
+            SECOND_CHUNKS if side is None and self._is_short(pairs, weight, spec) else None,
+            router.defines,
         )
         plan.kernel(
             plan.grid,
@@ -318,9 +331,9 @@ class FewTokens:
         )
         _one_block_per_sm(step)
 
-    def _is_short(self, pairs: int, down: ExpertMatrices, experts: int) -> bool:
+    def _is_short(self, pairs: int, down: ExpertMatrices, spec: RouterSpec) -> bool:
         """Whether pipelines have ``FIRST_CHUNKS`` and ``SECOND_CHUNKS``."""
-        if experts_of_a_lane(experts) not in SHORT_EACH:
+        if experts_of_a_lane(spec.num_experts) not in SHORT_EACH or spec.score is Score.SPARSE_MIXER:
             return False
         rows = pairs * share_of(down.out_features, 1, self._launcher.num_sms)[1]
         unit, pipelines = UNITS[-1], WARPS * SECOND_CHUNKS * FEW_CHUNK
@@ -347,18 +360,19 @@ class FewTokens:
         pitch: int,
         more: str = "",
         chunks: int | None = None,
+        defines: tuple[str, ...] = (),
     ) -> _Plan:
         """For ``rows`` rows of codes, and ``outputs`` outputs with ``matrices`` rows of the weight.
 
         ``each``: bytes of shared memory for each row of the weight that a block has. ``arguments`` stand before the
-        unit's size in the template, ``more`` behind it. ``chunks`` are those of a pipeline.
+        unit's size in the template, ``more`` behind it. ``chunks`` are those of a pipeline; ``defines``: more macros.
         """
         grid, own = share_of(outputs, matrices, self._launcher.num_sms)
         unit = best_unit(own, pitch)
         default = self._shared(tokens, rows, pitch, own, each, unit)[1]
         shared, chunks, scratch = self._shared(tokens, rows, pitch, own, each, unit, chunks)
         expression = f"few_tokens_{name}<{experts_of_a_lane(experts)}, {arguments}, {unit}{more}>"
-        kernel = self._launcher.kernel(self.source, expression, False, defines_for(chunks))
+        kernel = self._launcher.kernel(self.source, expression, False, (*defines_for(chunks), *defines))
         return _Plan(kernel, grid, shared, scratch, own * round_up(pitch, unit) / (WARPS * default * FEW_CHUNK))
 
     def _shared(

@@ -14,7 +14,7 @@ from ..constants import CHOOSE_THREADS, MAX_EXPERTS, ROUTER_THREADS, ROUTER_TILE
 from ..instantiations import BOOLEANS, Capability, KernelFamily, Together
 from ..launcher import Launcher, StepContext
 from ..rowwise.rows import IDENTITY, LAYER_NORM, RMS_NORM, norm_arguments, vectors_for
-from .weights import RouterWeights
+from .weights import SPARSE_MIXER, RouterWeights
 
 if TYPE_CHECKING:
     import cupy as cp
@@ -59,7 +59,8 @@ class RouterKernels:
         yield KernelFamily(cls.source, "router_many_rows", ((ROWS,), tuple(map(Together, MANY)), TYPES))
         if capability >= (8, 0):
             yield KernelFamily(cls.source, "router_tiles", (TYPES, TILE_STAGES))
-        yield KernelFamily(cls.source, "choose_experts", (EACH,))
+        for defines in ((), SPARSE_MIXER):
+            yield KernelFamily(cls.source, "choose_experts", (EACH,), defines=defines)
         yield KernelFamily(cls.source, "scalar_gate", (ROW_OPS, VECTORS))
 
     @staticmethod
@@ -175,6 +176,7 @@ class RouterKernels:
             CHOOSE_THREADS,
             (*router.arguments, logits.data.ptr, topk_ids.data.ptr, topk_weights.data.ptr, rows),
             bytes_moved=nbytes_of(logits, topk_ids, topk_weights),
+            defines=router.defines,
         )
 
     def scalar_gate(

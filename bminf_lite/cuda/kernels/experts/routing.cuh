@@ -10,8 +10,15 @@ namespace bminf {
 struct Router {
     const float *correction_bias, *expert_scale;
     int num_experts, top_k, score, renormalise, num_groups, top_groups, group_score, masked, weight_type;
-    float epsilon, min_sum, scale;
+    float epsilon, min_sum, scale, closeness;
 };
+
+// With the macro SPARSE_MIXER_ROUTER the router's score is that one, else another.
+#ifdef SPARSE_MIXER_ROUTER
+constexpr bool MIXES_SPARSELY = true;
+#else
+constexpr bool MIXES_SPARSELY = false;
+#endif
 
 // exp(x), each operation rounded on its own.
 __device__ __forceinline__ float portable_exp(float x) {
@@ -90,6 +97,11 @@ struct WarpRouter {
     // so it may be found later: from the logits again, which takes fewer registers than to keep the scores.
     __device__ __forceinline__ float weight(const float* logits, int id) {
         load(logits);
+        if constexpr (MIXES_SPARSELY) {
+            float found = mixed_sparsely(id);
+            finish(id, found);
+            return found;
+        }
         find_scores();
         float found = 0;
 #pragma unroll
@@ -137,6 +149,36 @@ private:
         for (int d = WARP / 2; d; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, d));
 #pragma unroll
         for (int i = 0; i < EACH; ++i) scores[i] = __fdiv_rn(scores[i], sum);
+    }
+
+    // The softmax of lane t's expert over those that no earlier rank has and whose logits are close; see sparse_mixer
+    // in backend/routing.py.
+    __device__ __forceinline__ float mixed_sparsely(int id) const {
+        unsigned taken = 0;
+        float found = 0;
+#pragma unroll 1
+        for (int rank = 0; rank < router.top_k; ++rank) {
+            const int chosen = __shfl_sync(FULL, id, rank);
+            float top = 0, sum = 0;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const float logit = __shfl_sync(FULL, scores[i], chosen % WARP);
+                if (chosen / WARP == i) top = logit;
+            }
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const float magnitude = fabsf(scores[i]);
+                const float distance = __fdiv_rn(__fsub_rn(top, scores[i]), magnitude < top ? top : magnitude);
+                const bool competes = exists(i) && !(taken >> i & 1) && !(distance > router.closeness);
+                const float power = competes ? portable_exp(__fsub_rn(scores[i], top)) : 0.0f;
+                sum = i == 0 ? power : __fadd_rn(sum, power);
+            }
+#pragma unroll
+            for (int d = WARP / 2; d; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, d));
+            if (threadIdx.x % WARP == rank) found = __fdiv_rn(1.0f, sum);
+            if (threadIdx.x % WARP == chosen % WARP) taken |= 1u << chosen / WARP;
+        }
+        return found;
     }
 
     // The keys by which experts are chosen: of the logits, or of the scores.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ....backend.expert_values import WEIGHT_TYPES, ExpertActivation, RouterSpec
+from ....backend.expert_values import WEIGHT_TYPES, ExpertActivation, RouterSpec, Score
 from ..arrays import PAD, WeightRows, address, nbytes_of, round_up
 from ..constants import ACTIVATIONS, CLAMPED_SWIGLU
 
@@ -101,6 +101,10 @@ def shared_arguments(matrix: WeightRows | None, parts: int) -> tuple[int, int, i
     return (0, 0, 0, 0) if matrix is None else (matrix.matrix.data.ptr, address(matrix.scale), parts, matrix.pitch)
 
 
+SPARSE_MIXER = ("SPARSE_MIXER_ROUTER=1",)
+"""The macro of kernels for routers with that score."""
+
+
 @dataclass(frozen=True)
 class RouterWeights:
     """A router on a GPU: ``matrix`` fp16 or fp32 ``[experts, pitch]`` of which ``in_features`` columns count.
@@ -134,7 +138,13 @@ class RouterWeights:
             spec.epsilon,
             spec.min_sum,
             spec.scale,
+            spec.closeness,
         )
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """The macros of kernels that choose experts."""
+        return SPARSE_MIXER if self.spec.score is Score.SPARSE_MIXER else ()
 
 
 def activation_number(activation: ExpertActivation) -> int:
