@@ -311,6 +311,13 @@ LLAMA4: Case = {
 }  # fmt: skip
 SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 OLMOE: Case = {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}
+FLINT: Case = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "head_dim": 12,
+}
 PLAIN: dict[str, Case] = {"grouped": {}, "multi-head, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}}
 SHORT = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]
 LONGROPE = {
@@ -337,6 +344,10 @@ BASES |= {
     "phi3": BASE | {"pad_token_id": 0},
     "granite": BASE | {"attention_multiplier": 0.25},
     "flex_olmo": BASE | {"pad_token_id": 0},
+    "internlm3": BASE | {"head_dim": 12},
+    "iquestcoder": BASE | {"head_dim": 12},
+    "granite_swa": BASE | {"attention_multiplier": 0.25},
+    "granitemoe_swa": BASE | {"attention_multiplier": 0.25},
     "hunyuan_v1_dense": BASE | {"head_dim": 12},
     "hunyuan_v1_moe": BASE | {"head_dim": 12},
     "smollm3": BASE | {"pad_token_id": 0},
@@ -1003,6 +1014,46 @@ CASES |= {
     | {
         "no soft-cap, biases": {"final_logit_softcapping": None, "attention_bias": True, "rms_norm_eps": 1e-3},
         "soft-cap, linear rope": {"final_logit_softcapping": 1.5, "rope_parameters": LINEAR, "hidden_act": "relu"},
+    },
+    "internlm3": PLAIN
+    | {
+        "own names of biases": {"qkv_bias": True, "bias": True, "rope_scaling": {"type": "dynamic", "factor": 6.0}},
+        "biases, llama3 rope": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    },
+    "iquestcoder": PLAIN
+    | {"biases, linear rope": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}},
+    "granite_swa": {
+        "plain weights": {"sliding_window": 7, "num_hidden_layers": 5},
+        "bases of layers, multipliers, biases": THREE_LAYERS
+        | {
+            "layer_rope_theta": [1000.0, 0, 10000],
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+        "linear rope": {"rope_parameters": LINEAR, "layer_rope_theta": [500.0, 100], "sliding_window": 5},
+    },
+    "granitemoe_swa": {
+        "plain weights": {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+        "bases of layers, multipliers, no shared expert": THREE_LAYERS
+        | {
+            "num_local_experts": 4,
+            "layer_rope_theta": [1000.0, 0, 10000],
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    },
+    "flint": {
+        "plain weights": FLINT | {"num_hidden_layers": 5, "sliding_window": 6},
+        "layer types, no dense layer, tied": FLINT
+        | THREE_LAYERS
+        | {"mlp_only_layers": [], "norm_topk_prob": False, "tie_word_embeddings": True, "attention_bias": True},
     },
     "phimoe": {
         "plain weights": {"num_local_experts": 5},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..backend.expert_values import RouterSpec, Score
@@ -33,17 +33,21 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
 
 def parse_granite_moe(read: ConfigReader) -> DecoderConfig:
     """The configuration of a Granite with experts, beside which a layer may have one for every token."""
+    llama.check_heads(read)
+    return granite_moe_model(read, [{"rotary": parse_rotary(read)}] * read.fields["layers"])
+
+
+def granite_moe_model(read: ConfigReader, layers: Sequence[Mapping[str, Any]]) -> DecoderConfig:
+    """The same; ``layers`` has options of the attention of each layer."""
     check_top_k(read)
     divisor = read.value(number("logits_scaling", 1.0, low=1e-30))
-    llama.check_heads(read)
-    rotary = parse_rotary(read)
     fields = read.checked_fields()
     multiplier = fields["residual_multiplier"]
-    attention = llama.attention(fields, rotary=rotary, score_scale=fields["score_scale"], multiplier=multiplier)
     router = RouterSpec(fields["experts"], fields["top_k"], Score.SOFTMAX_OF_CHOSEN, scale=multiplier)
+    part = experts(fields, router, shared=shared_layer(fields))
     return llama.model(
         fields,
-        [llama.pre_norm(fields, attention, experts(fields, router, shared=shared_layer(fields)))] * fields["layers"],
+        [llama.pre_norm(fields, granite.attention(fields, **own), part) for own in layers],
         input={"multiplier": fields["embedding_multiplier"]},
         output={"multiplier": 1 / divisor},
         aliases=ALIASES,

@@ -36,7 +36,8 @@ DECODERS = (
     "phi3", "olmo2", "olmo3", "granite", "smollm3", "ministral3", "seed_oss", "stablelm", "cohere", "cohere2", "glm",
     "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron", "helium",
     "gemma2", "gemma3_text", "bloom", "gemma", "olmo", "ernie4_5", "arcee", "jais2", "cwm", "ministral", "vaultgemma",
-    "hyperclovax", "nanochat", "youtu", "minicpm3", "hunyuan_v1_dense", "apertus",
+    "hyperclovax", "nanochat", "youtu", "minicpm3", "hunyuan_v1_dense", "apertus", "internlm3",
+    "iquestcoder", "granite_swa",
 )  # fmt: skip
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -52,6 +53,7 @@ MIXTURES = (
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
     "granitemoehybrid", "nemotron_h", "gemma4_text", "kimi_linear", "dots1", "solar_open", "exaone_moe", "hy_v3",
     "granitemoeshared", "mellum", "afmoe", "flex_olmo", "hunyuan_v1_moe", "phimoe",
+    "granitemoe_swa", "flint",
 )  # fmt: skip
 """Families with experts; those of Gemma 4 are in its first case alone."""
 SCALED_INPUTS = ("llama4_text",)

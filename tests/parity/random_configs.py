@@ -604,6 +604,35 @@ def phimoe(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def named_llama(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    bias = draw.flag()
+    own = {"attention_bias": bias, "mlp_bias": bias, "head_dim": 2 * draw.up_to(16, 2), "pad_token_id": 0}
+    return own | {"rope_parameters": draw.one_of(config["rope_parameters"], *ropes)}
+
+
+def granite_swa(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, count = config["num_hidden_layers"], draw.up_to(9, 2)
+    thetas = [draw.one_of(0, 100.0, 10000) for _ in range(layers)]
+    own = {"layer_rope_theta": draw.one_of(None, thetas), "sliding_window": draw.up_to(41)}
+    own |= {"layer_types": draw.one_of(None, draw.layer_types(layers))}
+    if config["model_type"] == "granite_swa":
+        return granite(draw, config, ropes) | own
+    own |= {"num_local_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "mlp_bias": None}
+    return granite(draw, config, ropes) | own | {"shared_intermediate_size": draw.one_of(0, draw.up_to(60, 8))}
+
+
+def flint(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, count = config["num_hidden_layers"], draw.up_to(9, 2)
+    return {
+        "num_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "moe_intermediate_size": draw.up_to(60, 8),
+        "shared_expert_intermediate_size": draw.up_to(60, 8), "norm_topk_prob": draw.flag(), "pad_token_id": 0,
+        "attention_bias": draw.flag(), "head_dim": 2 * draw.up_to(16, 2), "sliding_window": draw.up_to(41),
+        "layer_types": draw.one_of(None, draw.layer_types(layers)), "decoder_sparse_step": draw.up_to(3),
+        "mlp_only_layers": draw.one_of(None, [layer for layer in range(layers) if draw.flag()]),
+        "rope_parameters": draw.one_of(config["rope_parameters"], *ropes),
+    }  # fmt: skip
+
+
 def hunyuan(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     alpha = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": draw.one_of(2.0, 100.0)}
     count, layers = draw.up_to(9, 2), config["num_hidden_layers"]
@@ -691,6 +720,8 @@ OWN = {
     "gemma": gemma, "olmo": olmo, "ernie4_5": ernie4_5, "arcee": arcee, "jais2": jais2, "cwm": cwm,
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
     "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan, "apertus": apertus, "phimoe": phimoe,
+    "internlm3": named_llama, "iquestcoder": named_llama, "granite_swa": granite_swa, "granitemoe_swa": granite_swa,
+    "flint": flint,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
     "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
