@@ -44,7 +44,6 @@ MAY_USE = {
     "gemm_hopper_adapted": 240,
     "skinny_gemm_hopper_adapted": 168,
     "latent_attention": 255,
-    "latent_hopper": 240,
     "float_gemm_hopper": 240,
     "float_gemm": 255,
     "delta_rule": 255,

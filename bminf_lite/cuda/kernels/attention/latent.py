@@ -58,8 +58,8 @@ BLOCKS_PER_SM = 4
 """A launch has at most about this many blocks for each SM, of which one runs at a time."""
 FEW_SEGMENTS_PER_SM = 0.25
 """Segments of row tiles for each SM up to which clusters share a segment."""
-HOPPER_THREADS = 384
-"""Two warpgroups that compute, and a third one, of which one thread copies."""
+HOPPER_THREADS = 512
+"""Two warpgroups that sum latents, one that computes scores, and one of which one thread copies."""
 HOPPER_ROWS, HOPPER_RANKS = 64, (256, 512)
 """Pairs of a token and a head in a tile by wgmma, and the elements of latents that wgmma takes, with keys of 64."""
 HOPPER_OVERHEAD = 0.5
@@ -143,8 +143,10 @@ def few_columns(capability: Capability) -> tuple[int, ...]:
 
 def hopper_shared(rank: int) -> int:
     """Bytes of dynamic shared memory of ``latent_hopper``."""
-    tile, stages = HOPPER_ROWS * (rank + KEY_COLUMNS) * 2, 2 if rank > 256 else 4
-    return (stages + 1) * tile + HOPPER_ROWS * 128 + stages * 16 + HOPPER_ROWS * (2 + 8 + 1) * 4 + 8
+    pieces = (rank + KEY_COLUMNS) // 64
+    stages, tile = 2 if rank > 256 else 4, pieces * HOPPER_ROWS * 128
+    told, barriers = 5 * HOPPER_ROWS * 4 + 16, (pieces + 2) * 8
+    return (stages + 1) * tile + stages * (told + barriers)
 
 
 class Form(Enum):
