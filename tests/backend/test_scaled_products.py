@@ -51,5 +51,32 @@ def test_a_layer_is_the_same_without_it(ops: Any, activation: str, bias: bool, m
         assert np.array_equal(a, b)
 
 
+@pytest.mark.parametrize(("rows", "features", "inner"), [(300, 516, 1024), (1500, 4096, 1040), (70, 260, 2000)])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "gelu", "relu_squared"])
+def test_an_activation_of_the_product_is_that_of_the_next_kernel(
+    ops: Any, activation: str, bias: bool, rows: int, features: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(0)
+    codes = quantize_weight((random.normal(size=(features, inner)) * 2 / np.sqrt(inner)).astype(np.float32))
+    weight = ops.weight([codes], [random.normal(size=features).astype(np.float32)] if bias else ())
+    values = random.normal(size=(rows, inner)).astype(np.float16)
+    values[1, 3], values[2, 5] = np.inf, np.nan
+    x, found = ops.array(values), []
+    for activates in (True, False):
+        monkeypatch.setattr(ops.fused, "activates", lambda rows, weight, is_so=activates: is_so)
+        with ops.step(None):
+            found.append(ops.host(ops.activated_linear(x, weight, activation)))
+    np.testing.assert_array_equal(*found)
+    assert np.isfinite(found[0][3:]).all() and np.isnan(found[0][1:3]).all()
+
+
+def test_an_activation_is_applied_beside_the_next_tile(ops: Any) -> None:
+    hides = ops.fused.scaled_gemm.hides_activation
+    assert hides(65536, 4096, 1024)
+    assert not hides(65536, 3072, 768), "a stage of the next tile for each piece"
+    assert not hides(300, 4096, 1024), "few tiles"
+
+
 def test_few_rows_are_left_to_others(ops: Any) -> None:
     assert not any(ops.fused.scaled_gemm.supports(rows, FEATURES, Epilogue.ADD) for rows in (1, 32))

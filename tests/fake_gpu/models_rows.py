@@ -217,6 +217,8 @@ def gemm_hopper(call: Call, side: np.ndarray | None = None) -> None:
     y = y if epilogue == TO_FLOAT else rounded(y)
     if gated:
         y = FUNCTIONS[call.number("ACTIVATION")](y[:, :columns]) * y[:, columns:]
+    elif epilogue == ACTIVATED:
+        y = FUNCTIONS[call.number("ACTIVATION")](y)
     out[...] = out + y if epilogue == ADD else y
 
 

@@ -45,6 +45,10 @@ class FusedGemms:
         fits = weight.is_row_major and self.scaled_gemm.supports(rows, weight.out_features, epilogue)
         return fits and self._scaled_gemm_verified
 
+    def activates(self, rows: int, weight: Weight) -> bool:
+        """Whether a kernel applies an activation itself, rather than the one that reads the product."""
+        return rows < MIN_ROWS or self.scaled_gemm.hides_activation(rows, weight.out_features, weight.in_features)
+
     def supports_adapters(self, rows: int, weight: Weight, epilogue: Epilogue) -> bool:
         """Whether a kernel can add the adapters of ``rows`` to the product: those of 9.0 can."""
         assert weight.adapters is not None

@@ -197,7 +197,7 @@ class FusedProducts:
         weight = product.weight
         if weight.plan is None:
             return False
-        kind = Epilogue.TO_HALF if leaves_activation(product) or leaves_sum(product) else product.epilogue
+        kind = Epilogue.TO_HALF if self._leaves_activation(product) or leaves_sum(product) else product.epilogue
         return self.gemms.supports(self.codes.of(product), weight, kind)
 
     def run(self, product: Product) -> Array:
@@ -206,13 +206,18 @@ class FusedProducts:
             y = self.results.arrays.rows(*product.shape, np.float16)
             self.gemms.multiply(self.codes.of(product), product.weight, y, Epilogue.TO_HALF)
             return ResidualStream(product.target.values, y)
-        if leaves_activation(product):
+        if self._leaves_activation(product):
             y = self.results.arrays.rows(*product.shape, np.float16)
             self.gemms.multiply(self.codes.of(product), product.weight, y, Epilogue.TO_HALF)
             return self.results.finish(product, y)
         out = self.results.place(product)
         self.gemms.multiply(self.codes.of(product), product.weight, out, product.epilogue, product.function)
         return self.results.placed(product, out)
+
+    def _leaves_activation(self, product: Product) -> bool:
+        """Whether the kernel that reads the product applies the activation."""
+        is_activated = product.epilogue is Epilogue.ACTIVATED
+        return is_activated and not self.gemms.activates(product.x.shape[0], product.weight)
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ class AdaptedProducts:
 
 
 def leaves_activation(product: Product) -> bool:
-    """Whether the kernel that reads the product applies the activation: that for many rows only applies gates."""
+    """The same of a product with adapters, whose kernel for many rows only applies gates."""
     return product.epilogue is Epilogue.ACTIVATED and product.x.shape[0] >= MIN_ROWS
 
 

@@ -1,8 +1,8 @@
 // int8 GEMM with a fused epilogue for many rows, on compute capability 9.0:
 //
 //     y = x_scale[row] * (w_scale[channel] * (x @ w.T)) + bias[channel]
-//     out = fp16(y) or bf16(y), or out += fp16(y) in fp32 (the residual stream), or out = fp16(f(fp16(gate)) *
-//     fp16(up))
+//     out = fp16(y) or bf16(y), or out += fp16(y) in fp32 (the residual stream), or out = fp16(f(fp16(y))), or out =
+//     fp16(f(fp16(gate)) * fp16(up))
 //
 // x: int8 [rows, in]; w: int8 [channels, in]; out: [rows, columns]. For a gated layer the first half of the channels is
 // the gate, the second half up, and columns = channels / 2; else columns = channels. The int32 sums stay in registers.
@@ -499,6 +499,9 @@ struct ScaledTile {
                     const float2 gate = unpack_half2(values[m][h]), up = unpack_half2(values[m + N / 2][h]);
                     v[i / 2][h] = pack_half2(
                         __fmul_rn(activate<ACTIVATION>(gate.x), up.x), __fmul_rn(activate<ACTIVATION>(gate.y), up.y));
+                } else if constexpr (EPILOGUE == ACTIVATED) {
+                    const float2 y = unpack_half2(values[m][h]);
+                    v[i / 2][h] = pack_half2(activate<ACTIVATION>(y.x), activate<ACTIVATION>(y.y));
                 } else {
                     v[i / 2][h] = values[m][h];
                 }
@@ -678,12 +681,13 @@ __device__ __forceinline__ void multiply(
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();  // other blocks write to this block's shared memory
 }
 
-// ACTIVATION: the function of GATED. BLOCK_N: channels of a tile, 128, 160, 192, 224 or 256, or with SPLIT_K 64, 96 or
-// 128. Boxes of the tensor maps: x_map `height` rows of 128 columns; w_map BLOCK_N / 2 rows of 128 columns; out_map 16
-// rows of BOX_ROW bytes. `height`: rows of a tile that are computed, a multiple of 16. `stages` stages cover a row of
-// x. CLUSTER: 1 or 2; row_tiles, column_tiles and `band`, see TileScheduler, count the tiles of a cluster (CLUSTER *
-// height rows). SPLIT_K: with it CLUSTER is 1, there is one cluster for each tile, and stages >= SPLIT_K. Dynamic
-// shared memory: PIPELINE_BYTES; two boxes for each multiplying warp; 16 bytes for each stage of the pipeline.
+// ACTIVATION: the function of GATED and ACTIVATED. BLOCK_N: channels of a tile, 128, 160, 192, 224 or 256, or with
+// SPLIT_K 64, 96 or 128. Boxes of the tensor maps: x_map `height` rows of 128 columns; w_map BLOCK_N / 2 rows of 128
+// columns; out_map 16 rows of BOX_ROW bytes. `height`: rows of a tile that are computed, a multiple of 16. `stages`
+// stages cover a row of x. CLUSTER: 1 or 2; row_tiles, column_tiles and `band`, see TileScheduler, count the tiles of a
+// cluster (CLUSTER * height rows). SPLIT_K: with it CLUSTER is 1, there is one cluster for each tile, and stages >=
+// SPLIT_K. Dynamic shared memory: PIPELINE_BYTES; two boxes for each multiplying warp; 16 bytes for each stage of the
+// pipeline.
 template <int EPILOGUE, int ACTIVATION, bool BIAS, int BLOCK_N, int CLUSTER, int SPLIT_K>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) gemm_hopper(
     const float* x_scale, const float* w_scale, const float* bias, int rows, int columns, int channels, int stages,

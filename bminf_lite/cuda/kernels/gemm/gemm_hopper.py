@@ -1,4 +1,4 @@
-"""Int8 products of many rows on compute capability 9.0 with a fused epilogue: scaled, and gated or added.
+"""Int8 products of many rows on compute capability 9.0 with a fused epilogue: scaled, and activated, gated or added.
 
 The results of ``gemm/gemm_hopper.cu`` equal those of an int32 product (:mod:`.igemm`) and a scaling kernel, but its
 sums are never written to memory.
@@ -26,7 +26,14 @@ from ..sources import load
 
 THREADS = 384
 STAGING_BYTES = THREADS * 2 // 3 // 32 * 2 * BOX_ROWS * ROW_BYTES
-EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.TO_BFLOAT16, Epilogue.ADD, Epilogue.GATED)
+EPILOGUES = (
+    Epilogue.TO_HALF,
+    Epilogue.TO_FLOAT,
+    Epilogue.TO_BFLOAT16,
+    Epilogue.ADD,
+    Epilogue.GATED,
+    Epilogue.ACTIVATED,
+)
 ADAPTED_EPILOGUES = (Epilogue.TO_HALF, Epilogue.TO_FLOAT, Epilogue.ADD, Epilogue.GATED)
 """Those of products with a side product."""
 FLOAT_EPILOGUES = (Epilogue.TO_FLOAT, Epilogue.ADD)
@@ -106,6 +113,10 @@ fewest.
 
 The L2 cache keeps a band's rows for all columns, and the weight is read once for each band.
 """
+PIECE_COLUMNS = 32
+"""Columns of a tile that are written beside the products of one stage of the next tile."""
+TILES_TO_HIDE = 4
+"""An activation takes no time of its own where a block has this number of tiles: the last one has no next tile."""
 MIN_ROWS = 65
 """From this many rows on, this kernel is the fastest; below, ``skinny_gemm`` is."""
 KERNEL_CACHE_SIZE = 1024
@@ -161,6 +172,11 @@ class ScaledGemm:
         """Whether the kernel runs here, and is the fastest for ``rows`` and a weight of ``channels`` rows."""
         known = epilogue in (ADAPTED_EPILOGUES if adapted else EPILOGUES)
         return self.supported and rows >= MIN_ROWS and channels % 4 == 0 and known
+
+    def hides_activation(self, rows: int, channels: int, in_features: int) -> bool:
+        """Whether an activation is computed while the tensor cores have the next tile, if blocks have the widest."""
+        stages, tile = -(-in_features // STAGE_COLUMNS), ROWS * WIDEST
+        return stages * PIECE_COLUMNS >= WIDEST and rows * channels >= TILES_TO_HIDE * self._num_sms * tile
 
     @functools.cached_property
     def verified(self) -> bool:
@@ -221,8 +237,8 @@ class ScaledGemm:
 
         - ``x`` int8 ``[rows, in_features]``, ``x_scale`` fp32 ``[rows]``;
         - ``w`` int8 ``[channels, in_features]``, ``w_scale`` fp32 ``[channels]``, ``bias`` as long or 0;
-        - ``out`` fp16, bf16 or fp32 ``[rows, channels]``, or fp32 to add to, or fp16 ``[rows, channels / 2]``: the
-          ``activation`` (by its number in ``common.cuh``) of the first half times the second half.
+        - ``out`` fp16, bf16 or fp32 ``[rows, channels]``, or fp32 to add to, or the ``activation`` (by its number in
+          ``common.cuh``) of them in fp16, or fp16 ``[rows, channels / 2]``: that of the first half times the second.
 
         The result has an even number of columns; padding in the last 16 bytes of a row is overwritten.
         ``tile_config`` changes the speed alone; None is the first of :meth:`plausible_tiles`. ``bytes_moved`` and
@@ -320,7 +336,7 @@ _MANY_STAGES = 1024
 
 def _possible(epilogue: int, activation: int, bias: str, tile_config: str) -> bool:
     serves = _TILE_CONFIG_BY_ARGUMENTS[tile_config].serves(Epilogue(epilogue), _MANY_STAGES)
-    return serves and (epilogue == Epilogue.GATED or activation == 0)
+    return serves and (epilogue in (Epilogue.GATED, Epilogue.ACTIVATED) or activation == 0)
 
 
 def _possible_adapted(epilogue: int, activation: int, bias: str, tile_config: str) -> bool:
