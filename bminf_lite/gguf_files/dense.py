@@ -229,6 +229,7 @@ DENSE: dict[str, Converted] = {
     "olmo": Converted("olmo", COMMON, {}, permuted=True, further=_olmo),
     "ernie4_5": Converted("ernie4_5", COMMON | RMS | HEAD_SIZE, {}, further=_ernie4_5),
     "arcee": Converted("arcee", COMMON | RMS | HEAD_SIZE, {}, permuted=True, further=llama),
+    "hunyuan-dense": Converted("hunyuan_v1_dense", COMMON | RMS | HEAD_SIZE, {}, further=biases),
     "jais2": Converted("jais2", COMMON | EPSILON | HEAD_SIZE, {}, further=biases),
     "gemma2": Converted("gemma2", COMMON | RMS | HEAD_SIZE | WINDOW | CAPS, {}, norm_offset=True, further=_gemma2),
     "gemma3": Converted(

@@ -187,7 +187,22 @@ def _exaone_moe(header: GgufHeader, config: dict[str, Any]) -> None:
     header.of_model("expert_shared_feed_forward_length")
 
 
+def _hunyuan_moe(header: GgufHeader, config: dict[str, Any]) -> None:
+    """All experts have the size of the shared one."""
+    biases(header, config)
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        if header.of_model(key, config["intermediate_size"]) != config["intermediate_size"]:
+            problem = f"{key} is not feed_forward_length ({config['intermediate_size']}), and such experts are not run"
+            raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
+    if header.of_model("expert_shared_count", 1) != 1:
+        problem = "expert_shared_count is not 1, and more shared experts are not run"
+        raise CheckpointError(f"{header.path}: {header.architecture}.{problem}; {REMEDY}")
+
+
 MIXTURES: dict[str, Converted] = {
+    "hunyuan-moe": Converted(
+        "hunyuan_v1_moe", COMMON | RMS | HEAD_SIZE | EXPERTS, {}, required=tuple(EXPERTS), further=_hunyuan_moe
+    ),
     "qwen3moe": Converted(
         "qwen3_moe",
         COMMON | RMS | HEAD_SIZE | EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"},

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
 }
 """Names in GGUF that are not the ``model_type``, of families that :mod:`gguf_mixtures` does not have."""
 PERMUTED = (

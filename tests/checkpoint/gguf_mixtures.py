@@ -29,6 +29,7 @@ FAMILIES = {
     "youtu": "deepseek2",
     "kimi_linear": "kimi-linear",
     "minicpm3": "minicpm3",
+    "hunyuan_v1_moe": "hunyuan-moe",
 }
 """Names in GGUF."""
 SOFTMAX, SIGMOID = 1, 2
@@ -143,6 +144,10 @@ FURTHER: dict[str, Any] = {
         "leading_dense_block_count": given.get("moe_layer_start_index", 1),
         "expert_shared_count": given["moe_num_shared_experts"],
         "expert_shared_feed_forward_length": 1,
+    },
+    "hunyuan_v1_moe": lambda given: {
+        "expert_shared_feed_forward_length": given["intermediate_size"],
+        "expert_shared_count": 1,
     },
     "llama4_text": lambda given: {
         "feed_forward_length": given["intermediate_size_mlp"],

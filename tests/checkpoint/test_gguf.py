@@ -62,6 +62,7 @@ WHOLE = (
     "ernie4_5",
     "arcee",
     "jais2",
+    "hunyuan_v1_dense",
 )
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"]
 FURTHER: dict[str, dict[str, Any]] = {

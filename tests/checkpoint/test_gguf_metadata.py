@@ -181,6 +181,7 @@ SIZES_OF_STATES = {
     "deepseek2": "attention.kv_lora_rank",
     "kimi-linear": "kda.head_dim",
     "minicpm3": "attention.kv_lora_rank",
+    "hunyuan-moe": "expert_used_count",
 }
 """A size that the layers with a state or experts of these architectures must have, or heads that differ by layer."""
 

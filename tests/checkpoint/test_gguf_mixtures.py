@@ -59,6 +59,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4_moe_lite, two shared": ("glm4_moe_lite", "whole queries, two shared", {}),
     "youtu": ("youtu", "plain weights", {}),
     "kimi_linear": ("kimi_linear", "two kinds", {}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", "plain weights", {}),
+    "hunyuan_v1_moe, biases": ("hunyuan_v1_moe", "biases", {}),
     "minicpm3": (
         "minicpm3",
         "plain weights, untied",
