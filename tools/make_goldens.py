@@ -1055,6 +1055,27 @@ CASES |= {
         | THREE_LAYERS
         | {"mlp_only_layers": [], "norm_topk_prob": False, "tie_word_embeddings": True, "attention_bias": True},
     },
+    "cohere2_moe": {
+        "plain weights": {"num_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7}
+        | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 56, "pad_token_id": 0}
+        | {"sliding_window_pattern": 2},
+        "sigmoids, averaged with shared experts, RMSNorms": THREE_LAYERS
+        | {"num_experts": 4, "num_experts_per_tok": 3, "head_dim": 16, "pad_token_id": 0, "num_shared_experts": 2}
+        | {"expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-4, "attention_bias": True, "logit_scale": 0.5}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "prefix_dense_sliding_window_pattern": 2},
+        "sums, not renormalised, untied": {
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False,
+            "head_dim": 12,
+            "tie_word_embeddings": False,
+            "sliding_window": 5,
+            "rope_theta": 100.0,
+            "pad_token_id": 0,
+        },
+    },
     "phimoe": {
         "plain weights": {"num_local_experts": 5},
         "longrope, biases, tied": {

@@ -633,6 +633,21 @@ def flint(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def cohere2_moe(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, count = config["num_hidden_layers"], draw.up_to(9, 2)
+    kinds = [draw.one_of("dense", "sparse") for _ in range(layers)]
+    return cohere(draw, config, ropes) | {
+        "num_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "num_shared_experts": draw.up_to(3, 0),
+        "shared_expert_combination_strategy": draw.one_of("average", "sum"), "norm_topk_prob": draw.flag(),
+        "expert_selection_fn": draw.one_of("softmax", "sigmoid"), "rms_norm_eps": draw.one_of(None, 1e-5),
+        "layer_types": draw.one_of(None, draw.layer_types(layers)), "sliding_window": draw.up_to(41),
+        "mlp_layer_types": draw.one_of(None, kinds), "first_k_dense_replace": draw.up_to(layers + 1, 0),
+        "prefix_dense_intermediate_size": draw.one_of(None, 40), "head_dim": 4 * draw.up_to(8, 2), "pad_token_id": 0,
+        "prefix_dense_sliding_window_pattern": draw.up_to(3), "sliding_window_pattern": draw.up_to(4),
+        "rope_parameters": None, "rope_theta": draw.one_of(100.0, 10000.0),
+    }  # fmt: skip
+
+
 def hunyuan(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     alpha = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": draw.one_of(2.0, 100.0)}
     count, layers = draw.up_to(9, 2), config["num_hidden_layers"]
@@ -721,7 +736,7 @@ OWN = {
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
     "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan, "apertus": apertus, "phimoe": phimoe,
     "internlm3": named_llama, "iquestcoder": named_llama, "granite_swa": granite_swa, "granitemoe_swa": granite_swa,
-    "flint": flint,
+    "flint": flint, "cohere2_moe": cohere2_moe,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
     "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,

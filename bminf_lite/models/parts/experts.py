@@ -101,6 +101,10 @@ class ExpertsPart(Part):
         return self.hidden_size if self.latent is None else self.latent.width
 
     @property
+    def adds_first(self) -> bool:
+        return self.latent is None
+
+    @property
     def divided(self) -> Mapping[str, int]:
         own = {"hidden units of an expert": self.inner_size}
         return own if self.shared is None else {**own, **self.shared.divided}

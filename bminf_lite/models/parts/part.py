@@ -183,6 +183,11 @@ class Part(ABC):
         return bool(self.layouts) or self.source_layer is not None
 
     @property
+    def adds_first(self) -> bool:
+        """Whether what is added is computed of the input when it is added: in a parallel layer, before others add."""
+        return False
+
+    @property
     def num_readers(self) -> int:
         """How many products read the part's input one after another; matrices that are stacked into one count once."""
         return 1
@@ -260,6 +265,7 @@ class LayerParts:
         if self.parallel:
             assert self.sublayers[0].norm and self.sublayers[0].part.is_mixer
             assert not any(sub.post_norm or sub.stream_norm for sub in self.sublayers)
+            assert sum(sub.part.adds_first for sub in self.sublayers) <= 1
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -358,6 +364,7 @@ class Layer:
         self.post_norms = norms(sub.post_norm for sub in parts.sublayers)
         self.stream_norms = norms(sub.stream_norm for sub in parts.sublayers)
         self.parts = [sub.part.build(source) for sub in parts.sublayers]
+        self.adds_first = [sub.part.adds_first for sub in parts.sublayers]
         self.scale = 1.0 if parts.scale is None else float(source.weights.vector(f"{source.name}.{parts.scale}")[0])
 
     def __call__(self, residual: Array, cache: Any, batch: ForwardBatch, only_last: bool = False) -> Array:
@@ -398,7 +405,9 @@ class Layer:
             x = norm(residual)
         inputs = (own(residual) if own else x for own in other_norms)
         hidden = [part.hidden(x, cache, batch, False) for part, x in zip(others, inputs, strict=True)]  # beside mixing
+        for part, own, adds_first in zip(others, hidden, self.adds_first[1:], strict=True):
+            residual = part.add_to(residual, own) if adds_first else residual
         residual = mixer.add_to(residual, heads)
-        for part, own in zip(others, hidden, strict=True):
-            residual = part.add_to(residual, own)
+        for part, own, adds_first in zip(others, hidden, self.adds_first[1:], strict=True):
+            residual = residual if adds_first else part.add_to(residual, own)
         return residual
