@@ -1055,6 +1055,22 @@ CASES |= {
         | THREE_LAYERS
         | {"mlp_only_layers": [], "norm_topk_prob": False, "tie_word_embeddings": True, "attention_bias": True},
     },
+    "laguna": {
+        "plain weights": FLINT | {"num_hidden_layers": 3, "num_attention_heads_per_layer": [4, 2, 6]},
+        "layer types, gates of elements, tied": FLINT
+        | THREE_LAYERS
+        | {"gating": "per-element", "moe_routed_scaling_factor": 2.5, "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+        "two rotations, all experts": FLINT
+        | {"num_experts_per_tok": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+        | {"mlp_layer_types": ["sparse", "sparse"], "head_dim": 16}
+        | {
+            "rope_parameters": {
+                "full_attention": YARN | {"partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            }
+        },
+    },
     "cohere2_moe": {
         "plain weights": {"num_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7}
         | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 56, "pad_token_id": 0}

@@ -147,6 +147,13 @@ def relu_squared(x: np.ndarray) -> np.ndarray:
 
 
 @silently
+def softplus(x: np.ndarray) -> np.ndarray:
+    """``log(1 + exp(x))`` in fp32."""
+    y: np.ndarray = np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))
+    return y
+
+
+@silently
 def xielu(x: np.ndarray, values: Xielu) -> np.ndarray:
     """The activation of ``values`` in fp32, whose operations round one by one."""
     positive, negative, beta, eps = map(np.float32, (values.positive, values.negative, values.beta, values.eps))

@@ -314,7 +314,8 @@ class AttentionSpec:
     window), and in an encoder's those less than ``window`` tokens before or behind it. ``q_norm`` and ``k_norm``
     normalise each head before the rotation, or behind it with ``norm_after_rope``, and ``v_norm`` each head of values;
     all have one epsilon. ``norm_after_rope`` excludes a ``bias``, a ``softcap`` and ``sinks``. With an ``output_gate``,
-    the output is multiplied by the sigmoid of a gate for each of its elements. A ``softcap``, a ``LinearBias`` and an
+    the output is multiplied by the ``gate_function`` (``sigmoid`` or ``softplus``) of a gate for each of its
+    elements, or with ``gate_by_head`` for each head. A ``softcap``, a ``LinearBias`` and an
     ``output_gate`` are for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more score of each head, whose
     value is zero: it takes a share of the softmax. They are for causal self-attention without a ``bias`` or a
     ``softcap`` only. ``int8_norms`` stand for ``q_norm`` and ``k_norm`` where the cache is int8, and give the same
@@ -336,6 +337,8 @@ class AttentionSpec:
     int8_norms: tuple[Norm, Norm] | None = None
     v_norm: Norm | None = None
     norm_after_rope: bool = False
+    gate_function: str = "sigmoid"
+    gate_by_head: bool = False
 
     def __post_init__(self) -> None:
         assert sum(x is not None for x in (self.bias, self.softcap, self.sinks)) <= 1 - self.norm_after_rope
@@ -356,7 +359,7 @@ class AttentionSpec:
     @property
     def gate_features(self) -> int:
         """Width of the output's gate, which lies before the queries; 0 without one."""
-        return self.heads * self.head_dim if self.output_gate else 0
+        return self.heads * (1 if self.gate_by_head else self.head_dim) if self.output_gate else 0
 
     @property
     def qkv_features(self) -> int:

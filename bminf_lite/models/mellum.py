@@ -56,15 +56,20 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def parameters_of(read: ConfigReader, types: list[str]) -> dict[str, Mapping[str, Any]]:
-    """The rotary parameters of each kind of layer that the model has; ``rope_parameters`` maps kinds to their own."""
+def parameters_of(
+    read: ConfigReader, types: list[str], default: Mapping[str, Mapping[str, Any]] = ROPE
+) -> dict[str, Mapping[str, Any]]:
+    """The rotary parameters of each kind of layer that the model has; ``rope_parameters`` maps kinds to their own.
+
+    ``default`` is what a file without them has.
+    """
     given = read.config.get("rope_parameters")
-    given = ROPE if given is None else given
+    given = default if given is None else given
     kinds = dict.fromkeys(types)
     if isinstance(given, Mapping) and all(isinstance(given.get(kind), Mapping) for kind in kinds):
         return {kind: given[kind] for kind in kinds}
     read.problem("rope_parameters", f"rope_parameters is {given!r}, which lacks a mapping for {' or '.join(kinds)}")
-    return {kind: ROPE[kind] for kind in kinds}
+    return {kind: default[kind] for kind in kinds}
 
 
 architecture = decoder(parse)

@@ -7,7 +7,7 @@ import numpy as np
 
 from bminf_lite.backend.base import Backend
 from bminf_lite.backend.cache_values import StateCache
-from bminf_lite.backend.functions import ACTIVATIONS, normalise, silu, soft_capped
+from bminf_lite.backend.functions import ACTIVATIONS, normalise, silu, soft_capped, softplus
 from bminf_lite.backend.functions import softmax as softmax_of
 from bminf_lite.backend.functions import xielu as xielu_of
 from bminf_lite.backend.operations.recurrences import convolved as convolution_of
@@ -385,8 +385,10 @@ def soft_cap(call: Call) -> None:
 def gate_rows(call: Call) -> None:
     rows, n = call.arguments["rows"], call.n
     call.require(call.threads >= rows * n, "blocks are missing")
-    x, gate = call.rows("x", rows, call.pitch, n, F16, 2), call.rows("gate", rows, call.gate_pitch, n, F16, 2)
-    x[...] = x.astype(F32) * sigmoid(gate.astype(F32))
+    each = call.head_dim if call.number("BY_HEAD") else 1
+    x, gate = call.rows("x", rows, call.pitch, n, F16, 2), call.rows("gate", rows, call.gate_pitch, n // each, F16, 2)
+    factors = (softplus if call.number("SOFTPLUS") else sigmoid)(gate.astype(F32))
+    x[...] = x.astype(F32) * np.repeat(factors, each, axis=1)
 
 
 @model

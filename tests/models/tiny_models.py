@@ -53,7 +53,7 @@ MIXTURES = (
     "gpt_oss", "llama4_text", *LATENTS, "qwen3_next", "qwen3_5_moe_text",
     "granitemoehybrid", "nemotron_h", "gemma4_text", "kimi_linear", "dots1", "solar_open", "exaone_moe", "hy_v3",
     "granitemoeshared", "mellum", "afmoe", "flex_olmo", "hunyuan_v1_moe", "phimoe",
-    "granitemoe_swa", "flint", "cohere2_moe",
+    "granitemoe_swa", "flint", "cohere2_moe", "laguna",
 )  # fmt: skip
 """Families with experts; those of Gemma 4 are in its first case alone."""
 SCALED_INPUTS = ("llama4_text",)

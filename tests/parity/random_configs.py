@@ -648,6 +648,22 @@ def cohere2_moe(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def laguna(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    layers, count, kv_heads = config["num_hidden_layers"], draw.up_to(9, 2), config["num_key_value_heads"]
+    scaled = {k: v for k, v in draw.one_of(*ropes).items() if k != "truncate"}  # which transformers reads elsewhere
+    part = {"partial_rotary_factor": draw.one_of(0.5, 1.0)}
+    rope = {FULL: scaled | part, SLIDING: config["rope_parameters"] | part}
+    return {
+        "num_experts": count, "num_experts_per_tok": draw.up_to(count + 1), "moe_intermediate_size": draw.up_to(60, 8),
+        "shared_expert_intermediate_size": draw.up_to(60, 8), "gating": draw.one_of(True, "per-head", "per-element"),
+        "moe_routed_scaling_factor": draw.one_of(1.0, 2.5), "head_dim": 4 * draw.up_to(8, 2), "pad_token_id": 0,
+        "num_attention_heads_per_layer": draw.one_of(None, [kv_heads * draw.up_to(4) for _ in range(layers)]),
+        "layer_types": draw.one_of(None, draw.layer_types(layers)), "sliding_window": draw.up_to(41),
+        "mlp_layer_types": draw.one_of(None, [draw.one_of("dense", "sparse") for _ in range(layers)]),
+        "rope_parameters": draw.one_of(None, rope),
+    }  # fmt: skip
+
+
 def hunyuan(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     alpha = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": draw.one_of(2.0, 100.0)}
     count, layers = draw.up_to(9, 2), config["num_hidden_layers"]
@@ -736,7 +752,7 @@ OWN = {
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
     "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan, "apertus": apertus, "phimoe": phimoe,
     "internlm3": named_llama, "iquestcoder": named_llama, "granite_swa": granite_swa, "granitemoe_swa": granite_swa,
-    "flint": flint, "cohere2_moe": cohere2_moe,
+    "flint": flint, "cohere2_moe": cohere2_moe, "laguna": laguna,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
     "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,16 @@ import numpy as np
 
 from ..attention import attend, cached
 from ..cache_values import LatentCache, LayerCache
-from ..functions import normalise, rotate, silently
+from ..functions import normalise, rotate, silently, softplus
 from ..latent import by_token_and_head, cached_rows, latent_queries, latent_rows, store_rows
 from ..quantization import quantize_heads
 from ..rotation import rotated_heads
 from ..routing import sigmoid
 from ..values import BLOCK_SIZE, LATENT_SEGMENT, Array, AttentionSpec, ForwardBatch, LatentSpec, Norm
 from .step import StepOperations, positions_of, sequences
+
+GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"sigmoid": sigmoid, "softplus": softplus}
+"""The functions of gates of attention's output, by their names in :class:`..values.AttentionSpec`."""
 
 
 class AttentionOperations(StepOperations):
@@ -30,7 +34,7 @@ class AttentionOperations(StepOperations):
         (in the other order with ``norm_after_rope``), transformed by :func:`..rotation.rotated_heads` if the cache is
         int8, and rounded. Keys and values are stored in the cache. Then each query attends to its own sequence, with
         scores and softmax in fp32. The result ``[T, heads * head_dim]`` is rounded; if there is a gate it is multiplied
-        by the sigmoid of that in fp32, and rounded again.
+        by the ``gate_function`` of that in fp32, and rounded again.
         """
         tokens = qkv.shape[0]
         gate, qkv = qkv[:, : spec.gate_features], qkv[:, spec.gate_features :]
@@ -43,7 +47,10 @@ class AttentionOperations(StepOperations):
             keys, values = cached(cache, table[b], context_len + rows.stop - rows.start, self.activation_dtype)
             out[rows] = self._attend(q[rows], keys, values, spec, context_len, spec.window)
         found = self._round(out.reshape(tokens, -1))
-        return self._round(found * sigmoid(gate.astype(np.float32))) if spec.output_gate else found
+        if not spec.output_gate:
+            return found
+        factors = GATES[spec.gate_function](gate.astype(np.float32))
+        return self._round(found * (np.repeat(factors, spec.head_dim, axis=1) if spec.gate_by_head else factors))
 
     @silently
     def shared_attention(self, q: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:

@@ -43,7 +43,8 @@ class AttentionPart(Part):
     ``multiplier`` multiplies the output, and ``input_multiplier`` the input. ``sinks`` names those of the heads, see
     :class:`.values.AttentionSpec`. ``norm_eps`` and ``norm_offset`` are those of the norms of queries and keys. With
     an ``output_gate`` the matrix of queries, of three, has for each head its query and behind that the gate of its
-    output; a ``gate`` names a matrix of these gates alone, without a bias. ``value_norm``: each head of values has an
+    output; a ``gate`` names a matrix of these gates alone, without a bias, with ``gate_by_head`` one for each head.
+    ``gate_function`` is that of :class:`.values.AttentionSpec`. ``value_norm``: each head of values has an
     RMSNorm without a weight. With ``norm_after_rope`` queries and keys are normalised behind the rotation, which is of
     whole heads then. Keys and values have one matrix if its name stands twice in ``qkv``; then values are the
     keys before their norm and rotation.
@@ -77,8 +78,11 @@ class AttentionPart(Part):
     input_multiplier: float = 1.0
     value_norm: bool = False
     norm_after_rope: bool = False
+    gate_function: str = "sigmoid"
+    gate_by_head: bool = False
 
     def __post_init__(self) -> None:
+        assert self.gate is not None or not self.gate_by_head
         assert self.qk_norm is QueryKeyNorm.HEAD or not self.norm_after_rope
         is_alone = not (self.output_gate or self.qkv_bias) and self.qk_norm is not QueryKeyNorm.WHOLE
         assert self.gate is None or is_alone, "a matrix of gates excludes biases, gated queries and norms of all heads"
@@ -87,6 +91,11 @@ class AttentionPart(Part):
     def has_gate(self) -> bool:
         """Whether the output has a gate."""
         return self.output_gate or self.gate is not None
+
+    @property
+    def gates(self) -> int:
+        """The rows of the matrix of gates."""
+        return self.heads if self.gate_by_head else self.features[0]
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -126,7 +135,7 @@ class AttentionPart(Part):
         for matrix in before:
             tensors |= matrix
         if self.gate is not None:
-            tensors |= linear(f"{layer}.{self.gate}", (self.features[0], self.hidden_size), transposed=self.transposed)
+            tensors |= linear(f"{layer}.{self.gate}", (self.gates, self.hidden_size), transposed=self.transposed)
         tensors |= after | self._norm_tensors(layer) | (self.relative.tensors(layer) if self.relative else {})
         if self.sinks is not None:
             tensors[f"{layer}.{self.sinks}"] = Parameter((self.heads,), Role.VECTOR)
@@ -247,11 +256,13 @@ class AttentionPart(Part):
             int8_norms=int8_norms,
             v_norm=Norm(ops.vector(np.ones(self.head_dim, np.float32)), self.norm_eps) if self.value_norm else None,
             norm_after_rope=self.norm_after_rope,
+            gate_function=self.gate_function,
+            gate_by_head=self.gate_by_head,
         ).shard(ops.communicator.tp_size)
         out = RowParallelLinear(ops, weights, f"{source.name}.{self.out}", self.out_bias)
         q, kv = self.features[0], KeyValueHeads(self.kv_heads, self.head_dim)
         sections: list[Any] = [(q, q) if self.output_gate else q, kv, kv]
-        sections = sections if self.gate is None else [q, *sections]
+        sections = sections if self.gate is None else [self.gates, *sections]
         qkv = ColumnParallelLinear(ops, weights, source.named(self.projections), sections, self.qkv_bias)
         if norms and self.qk_norm is QueryKeyNorm.WHOLE:
             return AttentionWithWholeNorms(ops, spec, qkv, out, *norms)

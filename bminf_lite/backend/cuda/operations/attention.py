@@ -34,7 +34,7 @@ class CudaAttentionOperations(CudaStepOperations, AttentionOperations):
         if spec.output_gate:
             gate, heads = self._gate_and_heads(qkv, spec)
             out = self.attention(heads, replace(spec, output_gate=False), cache, batch)
-            self.kernels.pointwise.gate_rows(self.kernels.step, out, gate)
+            self.kernels.pointwise.gate_rows(self.kernels.step, out, gate, spec)
             return out
         out = self.arrays.rows(qkv.shape[0], spec.heads * spec.head_dim, np.float16)
         decodes, prompts = batch.parts
@@ -58,7 +58,7 @@ class CudaAttentionOperations(CudaStepOperations, AttentionOperations):
         if spec.output_gate:
             gate, heads = self._gate_and_heads(qkv, spec)
             out = self.last_token_attention(heads, replace(spec, output_gate=False), cache, batch)
-            self.kernels.pointwise.gate_rows(self.kernels.step, out, self._last_rows(gate, batch))
+            self.kernels.pointwise.gate_rows(self.kernels.step, out, self._last_rows(gate, batch), spec)
             return out
         table, features = batch.block_tables[cache.group], spec.heads * spec.head_dim
         qkv = self.materializer.to_half(qkv)

@@ -16,15 +16,19 @@ __global__ void __launch_bounds__(256) soft_cap(float* x, long long pitch, int r
     value = __fmul_rn(cap, tanhf(__fdiv_rn(value, cap)));
 }
 
-// x = fp16(x * sigmoid(gate)) for rows of n columns of fp16. A thread computes one element.
+// x = fp16(x * sigmoid(gate)), or with SOFTPLUS the softplus, for rows of n columns of fp16. BY_HEAD: a gate for each
+// head_dim columns. A thread computes one element.
+template <bool SOFTPLUS, bool BY_HEAD>
 __global__ void __launch_bounds__(256)
-    gate_rows(__half* x, long long pitch, const __half* gate, long long gate_pitch, int rows, int n) {
+    gate_rows(__half* x, long long pitch, const __half* gate, long long gate_pitch, int rows, int n, int head_dim) {
     launch_dependent_grids();
     wait_on_dependent_grids();
     const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int row = static_cast<int>(index / n), column = static_cast<int>(index % n);
     if (row >= rows) return;
-    const float open = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-__half2float(gate[row * gate_pitch + column]))));
+    const float own = __half2float(gate[row * gate_pitch + (BY_HEAD ? column / head_dim : column)]);
+    const float open = SOFTPLUS ? __fadd_rn(own > 0.0f || own != own ? own : 0.0f, log1pf(expf(-fabsf(own))))
+                                : __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-own)));
     __half& value = x[row * pitch + column];
     value = __float2half_rn(__fmul_rn(__half2float(value), open));
 }

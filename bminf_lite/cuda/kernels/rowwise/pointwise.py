@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ....backend.values import ForwardBatch, Xielu
+from ....backend.values import AttentionSpec, ForwardBatch, Xielu
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, round_up
-from ..instantiations import Capability, KernelFamily
+from ..instantiations import BOOLEANS, Capability, KernelFamily
 from ..launcher import Launcher, StepContext
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class PointwiseKernels:
         yield KernelFamily(cls.source, "add_positions")
         yield KernelFamily(cls.source, "add_rows")
         yield KernelFamily(cls.source, "soft_cap")
-        yield KernelFamily(cls.source, "gate_rows")
+        yield KernelFamily(cls.source, "gate_rows", (BOOLEANS, BOOLEANS))
         yield KernelFamily(cls.source, "xielu")
         yield KernelFamily(cls.source, "write_words")
         yield from (
@@ -94,16 +94,16 @@ class PointwiseKernels:
             bytes_moved=2 * nbytes_of(x),
         )
 
-    def gate_rows(self, step: StepContext, x: cp.ndarray, gate: cp.ndarray) -> None:
-        """``x * sigmoid(gate)`` in place, fp16 ``[rows, n]`` at any pitch."""
+    def gate_rows(self, step: StepContext, x: cp.ndarray, gate: cp.ndarray, spec: AttentionSpec) -> None:
+        """``x * f(gate)`` in place, fp16 ``[rows, n]`` at any pitch; a gate of each element or of each head."""
         rows, n = x.shape
         self._launcher.launch(
             step,
             self.source,
-            "gate_rows",
+            f"gate_rows<{BOOLEANS[spec.gate_function == 'softplus']}, {BOOLEANS[spec.gate_by_head]}>",
             ceil_div(rows * n, 256),
             256,
-            (x.data.ptr, pitch_of(x), gate.data.ptr, pitch_of(gate), rows, n),
+            (x.data.ptr, pitch_of(x), gate.data.ptr, pitch_of(gate), rows, n, spec.head_dim),
             bytes_moved=2 * nbytes_of(x) + nbytes_of(gate),
         )
 
