@@ -344,6 +344,8 @@ BASES |= {
     "phi3": BASE | {"pad_token_id": 0},
     "granite": BASE | {"attention_multiplier": 0.25},
     "flex_olmo": BASE | {"pad_token_id": 0},
+    "gpt_neo": {"hidden_size": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 97, "max_position_embeddings": 128}
+    | {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "internlm3": BASE | {"head_dim": 12},
     "iquestcoder": BASE | {"head_dim": 12},
     "granite_swa": BASE | {"attention_multiplier": 0.25},
@@ -1070,6 +1072,16 @@ CASES |= {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
             }
         },
+    },
+    "gpt_neo": {
+        "global and local": {},
+        "inner size, relu, untied": {
+            "intermediate_size": 72,
+            "activation_function": "relu",
+            "tie_word_embeddings": False,
+        }
+        | {"attention_types": [[["local"], 1], [["global"], 1]], "layer_norm_epsilon": 1e-2},
+        "global alone": {"attention_types": [[["global"], 2]], "vocab_size": 131, "num_heads": 6},
     },
     "cohere2_moe": {
         "plain weights": {"num_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7}

@@ -40,7 +40,7 @@ PROMPT, EQUAL, NEW = 110, 90, 28
 """Tokens of a prompt, of the equal beginnings of two prompts, and of an output: three blocks in all."""
 WINDOW = 66
 """A token at position 128 still sees the last token of the first block."""
-LENGTHS = {"max_position_embeddings": 256, "n_positions": 256, "sliding_window": WINDOW}
+LENGTHS = {"max_position_embeddings": 256, "n_positions": 256, "sliding_window": WINDOW, "window_size": WINDOW}
 NUM_BLOCKS = 8
 """Block 0, 5 for three prompts, of which two share one, and one to spare for each request that runs already."""
 SOURCES, NUM_SOURCE_BLOCKS = (70, 20, 40), 4

@@ -37,7 +37,7 @@ DECODERS = (
     "glm4", "exaone4", "phi", "gptj", "codegen", "falcon", "starcoder2", "gpt_bigcode", "nemotron", "helium",
     "gemma2", "gemma3_text", "bloom", "gemma", "olmo", "ernie4_5", "arcee", "jais2", "cwm", "ministral", "vaultgemma",
     "hyperclovax", "nanochat", "youtu", "minicpm3", "hunyuan_v1_dense", "apertus", "internlm3",
-    "iquestcoder", "granite_swa",
+    "iquestcoder", "granite_swa", "gpt_neo",
 )  # fmt: skip
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

@@ -664,6 +664,16 @@ def laguna(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def gpt_neo(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    kinds = [[[draw.one_of("global", "local")], 1] for _ in range(config["num_hidden_layers"])]
+    own = {"num_layers": config["num_hidden_layers"], "num_heads": config["num_attention_heads"]}
+    absent = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rope_parameters"))
+    return absent | own | {
+        "attention_types": kinds, "window_size": draw.up_to(41), "intermediate_size": draw.one_of(None, 40),
+        "activation_function": draw.one_of("gelu_new", "relu"),
+    }  # fmt: skip
+
+
 def hunyuan(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     alpha = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": draw.one_of(2.0, 100.0)}
     count, layers = draw.up_to(9, 2), config["num_hidden_layers"]
@@ -752,7 +762,7 @@ OWN = {
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
     "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan, "apertus": apertus, "phimoe": phimoe,
     "internlm3": named_llama, "iquestcoder": named_llama, "granite_swa": granite_swa, "granitemoe_swa": granite_swa,
-    "flint": flint, "cohere2_moe": cohere2_moe, "laguna": laguna,
+    "flint": flint, "cohere2_moe": cohere2_moe, "laguna": laguna, "gpt_neo": gpt_neo,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
     "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
