@@ -43,9 +43,35 @@ struct KeyRange {
     __device__ __forceinline__ bool is_there(int key) const { return key < all; }
 };
 
+// The rows of a segment. The blocks of the cache are found before the kernel waits.
+template <class CACHE>
+struct SegmentSource {
+    static constexpr int BLOCKS = LATENT_SEGMENT / BLOCK_SIZE;
+    const CACHE* cache;
+    const __half* scales;
+    int depth, rank, first;  // first: the segment's first key
+    int blocks[BLOCKS];
+
+    // Reads what of the table belongs to the segment of a sequence with keys before `end`.
+    __device__ __forceinline__ void find(const int* table, int end) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i)
+            blocks[i] = ld_global(table + min(first / BLOCK_SIZE + i, (end - 1) / BLOCK_SIZE));
+    }
+
+    // The index in the cache of a key; it and the rest of its block follow one another.
+    __device__ __forceinline__ long long at(int key) const {
+        const int own = (key - first) / BLOCK_SIZE;
+        int block = blocks[0];
+#pragma unroll
+        for (int i = 1; i < BLOCKS; ++i) block = own == i ? blocks[i] : block;
+        return static_cast<long long>(block) * BLOCK_SIZE + key % BLOCK_SIZE;
+    }
+};
+
 // Starts to load this block's keys, whole rows, from `key` on.
 __device__ __forceinline__ void load_keys(
-    const LatentSource<__half>& source, int key, const KeyRange& range, unsigned target, int pitch) {
+    const SegmentSource<__half>& source, int key, const KeyRange& range, unsigned target, int pitch) {
     const __half* const rows = source.cache + source.at(key) * source.depth;
     const int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -59,7 +85,7 @@ __device__ __forceinline__ void load_keys(
 }
 
 __device__ __forceinline__ void load_keys(
-    const LatentSource<int8>& source, int key, const KeyRange& range, unsigned target, int pitch) {
+    const SegmentSource<int8>& source, int key, const KeyRange& range, unsigned target, int pitch) {
     const long long first = source.at(key);
     const int pieces = source.depth / 16;
     for (int i = threadIdx.x; i < OWN_KEYS * pieces; i += THREADS) {
@@ -78,7 +104,7 @@ __device__ __forceinline__ void load_keys(
 // Starts to load this block's columns of all keys of the segment, from `key` on.
 template <int COLUMNS>
 __device__ __forceinline__ void load_columns(
-    const LatentSource<__half>& source, int key, int column, const KeyRange& range, unsigned target) {
+    const SegmentSource<__half>& source, int key, int column, const KeyRange& range, unsigned target) {
     constexpr int PIECES = COLUMNS / 8;
 #pragma unroll
     for (int n = 0; n < LATENT_SEGMENT * PIECES / THREADS; ++n) {
@@ -92,7 +118,7 @@ __device__ __forceinline__ void load_columns(
 
 template <int COLUMNS>
 __device__ __forceinline__ void load_columns(
-    const LatentSource<int8>& source, int key, int column, const KeyRange& range, unsigned target) {
+    const SegmentSource<int8>& source, int key, int column, const KeyRange& range, unsigned target) {
     constexpr int PIECES = COLUMNS / 16;
 #pragma unroll
     for (int n = 0; n < LATENT_SEGMENT * PIECES / THREADS; ++n) {
@@ -225,8 +251,8 @@ __global__ void __launch_bounds__(THREADS, 1) latent_few(
     const int pitch = (depth + 8) * 2, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const unsigned queries = cast_smem_ptr_to_uint(shared), keys = queries + ROWS * pitch;
     const unsigned columns = keys + OWN_KEYS * pitch, scores = columns + LATENT_SEGMENT * (COLUMNS + 8) * 2;
-    const LatentSource<CACHE> source = {
-        cache, scales, block_tables + static_cast<long long>(tile.sequence) * table_pitch, depth, rank, tile.end};
+    SegmentSource<CACHE> source = {cache, scales, depth, rank, first_key, {}};
+    source.find(block_tables + static_cast<long long>(tile.sequence) * table_pitch, tile.end);
     const auto load = [&](const KeyRange& range) {
         const int own_key = first_key + part * OWN_KEYS;
         if (own_key < tile.end) load_keys(source, own_key, range, keys, pitch);

@@ -28,11 +28,12 @@ __global__ void __launch_bounds__(THREADS) latent_queries(
         return;
     }
     const int index = (head - heads) * gridDim.y + blockIdx.y, token = index / parts;
-    wait_on_dependent_grids();
-    if (token >= tokens) return;
+    if (token >= tokens) return wait_on_dependent_grids();
     const LatentRowsParams<CACHE> p = {
         kv,           kv_pitch,    norm_weight, weight_pitch, eps,    frequencies, rope_scale, q,          q_pitch,
         heads,        nope_dim,    rope_dim,    rank,         depth,  0,           0,          cu_seqlens, context_lens,
         block_tables, table_pitch, sequences,   cache,        scales, queries,     nullptr};
-    prepare_latent_row<THREADS>(p, token, index % parts, scratch);
+    LatentRowPart<THREADS, CACHE> part(p, token, index % parts, scratch);
+    wait_on_dependent_grids();
+    part.store();
 }

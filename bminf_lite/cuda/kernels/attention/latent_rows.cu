@@ -12,11 +12,11 @@ __global__ void __launch_bounds__(LATENT_ROWS_THREADS) latent_rows(
     float* factors) {
     __shared__ LatentRowsScratch<LATENT_ROWS_THREADS> scratch;
     launch_dependent_grids();
-    if (blockIdx.y == 0 && threadIdx.x * 32 < rank) prefetch_l2(norm_weight + threadIdx.x * 32);
-    wait_on_dependent_grids();
     const LatentRowsParams<CACHE> p = {
         kv,           kv_pitch,    norm_weight, weight_pitch, eps,    frequencies, rope_scale, q,          q_pitch,
         heads,        nope_dim,    rope_dim,    rank,         depth,  beta,        original,   cu_seqlens, context_lens,
         block_tables, table_pitch, sequences,   cache,        scales, queries,     factors};
-    prepare_latent_row<LATENT_ROWS_THREADS>(p, blockIdx.x, blockIdx.y, scratch);
+    LatentRowPart<LATENT_ROWS_THREADS, CACHE> part(p, blockIdx.x, blockIdx.y, scratch);
+    wait_on_dependent_grids();
+    part.store();
 }

@@ -45,73 +45,106 @@ struct LatentRowsParams {
 template <int THREADS>
 struct LatentRowsScratch {
     RowScratch<THREADS> row;
-    float key[MAX_KEY];
+    float key[MAX_KEY], cosines[MAX_KEY / 2], sines[MAX_KEY / 2];
 };
 
-// A part of the token number `index` of the step.
+// A part of the token number `index` of the step. It is made before the kernel waits for its input, and finds what does
+// not depend on that: the token's place, the angles of its rotation, and the norm's weight.
 template <int THREADS, class CACHE>
-__device__ __forceinline__ void prepare_latent_row(
-    const LatentRowsParams<CACHE>& p, int index, int part, LatentRowsScratch<THREADS>& shared) {
-    RowScratch<THREADS>& scratch = shared.row;
-    float (&key)[MAX_KEY] = shared.key;
-    const auto [token, sequence, position] = find_place(p.cu_seqlens, p.context_lens, p.sequences, index);
-    const int thread = threadIdx.x, half = p.rope_dim / 2;
-    if (token >= p.cu_seqlens[p.sequences] || position / BLOCK_SIZE >= p.table_pitch) return;
-    if (part > 0) {
+struct LatentRowPart {
+    using Norm = LoadedNorm<1, false, NormParams<WholeVectors<THREADS>>>;
+    const LatentRowsParams<CACHE>& p;
+    LatentRowsScratch<THREADS>& shared;
+    const int part;
+    Place at;
+    bool is_there;
+    int block = 0;
+    Norm norm;
+
+    __device__ __forceinline__ LatentRowPart(
+        const LatentRowsParams<CACHE>& p, int index, int part, LatentRowsScratch<THREADS>& shared)
+        : p(p),
+          shared(shared),
+          part(part),
+          norm({p.norm_weight, nullptr, p.eps, p.rank, p.weight_pitch}, 1.0 / p.rank) {
+        at = find_place(p.cu_seqlens, p.context_lens, p.sequences, index);
+        is_there = at.token < p.cu_seqlens[p.sequences] && at.position / BLOCK_SIZE < p.table_pitch;
+        if (!is_there) return;
+        if (part == 0)
+            block = ld_global(p.block_tables + static_cast<long long>(at.sequence) * p.table_pitch +
+                              at.position / BLOCK_SIZE);
+        for (int pair = threadIdx.x; pair < p.rope_dim / 2; pair += THREADS)
+            rope_angle(at.position, p.frequencies[pair], p.rope_scale, shared.cosines[pair], shared.sines[pair]);
+        __syncthreads();
+    }
+
+    // Behind the wait.
+    __device__ __forceinline__ void store() {
+        if (!is_there) return;
+        if (part > 0)
+            store_queries();
+        else
+            store_row();
+    }
+
+private:
+    __device__ __forceinline__ void store_queries() {
+        const int thread = threadIdx.x, half = p.rope_dim / 2;
         float factor = 1.0f;
         if (p.original > 0) {
-            const float passed = static_cast<float>(position / p.original);
+            const float passed = static_cast<float>(at.position / p.original);
             factor = __fadd_rn(1.0f, __fmul_rn(p.beta, logf(__fadd_rn(1.0f, passed))));
-            if (part == 1 && thread == 0) p.factors[token] = factor;
+            if (part == 1 && thread == 0) p.factors[at.token] = factor;
         }
         const int first = (part - 1) * HEADS, end = min(p.heads, first + HEADS), zeros = p.depth - p.rank - p.rope_dim;
         for (int i = thread; i < (end - first) * half; i += THREADS) {
             const int head = first + i / half, pair = i % half;
-            const __half* const x = p.q + token * p.q_pitch + head * (p.nope_dim + p.rope_dim) + p.nope_dim;
-            __half* const out = p.queries + (static_cast<long long>(token) * p.heads + head) * p.depth + p.rank;
-            float low = __half2float(x[pair]), high = __half2float(x[half + pair]), cosine, sine;
-            rope_angle(position, p.frequencies[pair], p.rope_scale, cosine, sine);
-            rotate_pair(low, high, cosine, sine);
+            const __half* const x = p.q + at.token * p.q_pitch + head * (p.nope_dim + p.rope_dim) + p.nope_dim;
+            __half* const out = p.queries + (static_cast<long long>(at.token) * p.heads + head) * p.depth + p.rank;
+            float low = __half2float(x[pair]), high = __half2float(x[half + pair]);
+            rotate_pair(low, high, shared.cosines[pair], shared.sines[pair]);
             out[pair] = __float2half_rn(__fmul_rn(low, factor));
             out[half + pair] = __float2half_rn(__fmul_rn(high, factor));
         }
         for (int i = thread; i < (end - first) * zeros; i += THREADS)
             p.queries
-                [(static_cast<long long>(token) * p.heads + first + i / zeros) * p.depth + p.rank + p.rope_dim +
+                [(static_cast<long long>(at.token) * p.heads + first + i / zeros) * p.depth + p.rank + p.rope_dim +
                  i % zeros] = __float2half_rn(0.0f);
-        return;
     }
-    const float* const row = p.kv + token * p.kv_pitch;
-    float latent[1][8];
-    load_row8(row, thread * 8, p.rank, p.rank, latent[0]);
-    for (int pair = thread; pair < half; pair += THREADS) {
-        float low = row[p.rank + pair], high = row[p.rank + half + pair], cosine, sine;
-        rope_angle(position, p.frequencies[pair], p.rope_scale, cosine, sine);
-        rotate_pair(low, high, cosine, sine);
-        key[pair] = rounded(low), key[half + pair] = rounded(high);
+
+    __device__ __forceinline__ void store_row() {
+        const int thread = threadIdx.x, half = p.rope_dim / 2;
+        float (&key)[MAX_KEY] = shared.key;
+        const float* const row = p.kv + at.token * p.kv_pitch;
+        float latent[1][8];
+        load_row8(row, thread * 8, p.rank, p.rank, latent[0]);
+        for (int pair = thread; pair < half; pair += THREADS) {
+            float low = row[p.rank + pair], high = row[p.rank + half + pair];
+            rotate_pair(low, high, shared.cosines[pair], shared.sines[pair]);
+            key[pair] = rounded(low), key[half + pair] = rounded(high);
+        }
+        normalise_row<THREADS, false, false>(latent, norm, shared.row);
+        __syncthreads();
+        const long long place = static_cast<long long>(block) * BLOCK_SIZE + at.position % BLOCK_SIZE;
+        float of_latent = 0, of_key = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) latent[0][j] = rounded(latent[0][j]);
+        if constexpr (IS_INT8<CACHE>) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) of_latent = absmax(of_latent, latent[0][j]);
+            for (int j = thread; j < p.rope_dim; j += THREADS) of_key = absmax(of_key, key[j]);
+            const __half latent_scale = head_scale(threads_absmax<THREADS>(of_latent, shared.row, 0));
+            const __half key_scale = head_scale(threads_absmax<THREADS>(of_key, shared.row, 1));
+            if (thread == 0) p.scales[2 * place] = latent_scale, p.scales[2 * place + 1] = key_scale;
+            of_latent = __half2float(latent_scale), of_key = __half2float(key_scale);
+        }
+        CACHE* const out = p.cache + place * p.depth;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            if (thread * 8 + j < p.rank) store_element(out + thread * 8 + j, latent[0][j], of_latent);
+        for (int j = thread; j < p.depth - p.rank; j += THREADS)
+            store_element(out + p.rank + j, j < p.rope_dim ? key[j] : 0.0f, of_key);
     }
-    normalise_row<THREADS, false, false>(latent, p.norm_weight, nullptr, p.eps, p.rank, p.weight_pitch, scratch);
-    __syncthreads();
-    const int block = p.block_tables[static_cast<long long>(sequence) * p.table_pitch + position / BLOCK_SIZE];
-    const long long place = static_cast<long long>(block) * BLOCK_SIZE + position % BLOCK_SIZE;
-    float of_latent = 0, of_key = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) latent[0][j] = rounded(latent[0][j]);
-    if constexpr (IS_INT8<CACHE>) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) of_latent = absmax(of_latent, latent[0][j]);
-        for (int j = thread; j < p.rope_dim; j += THREADS) of_key = absmax(of_key, key[j]);
-        const __half latent_scale = head_scale(threads_absmax<THREADS>(of_latent, scratch, 0));
-        const __half key_scale = head_scale(threads_absmax<THREADS>(of_key, scratch, 1));
-        if (thread == 0) p.scales[2 * place] = latent_scale, p.scales[2 * place + 1] = key_scale;
-        of_latent = __half2float(latent_scale), of_key = __half2float(key_scale);
-    }
-    CACHE* const out = p.cache + place * p.depth;
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-        if (thread * 8 + j < p.rank) store_element(out + thread * 8 + j, latent[0][j], of_latent);
-    for (int j = thread; j < p.depth - p.rank; j += THREADS)
-        store_element(out + p.rank + j, j < p.rope_dim ? key[j] : 0.0f, of_key);
-}
+};
 
 }  // namespace bminf

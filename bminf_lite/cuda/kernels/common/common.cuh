@@ -161,6 +161,12 @@ __device__ __forceinline__ float ld_global(const float* p) {
     return x;
 }
 
+__device__ __forceinline__ int ld_global(const int* p) {
+    int x;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+
 // The same past the L1 cache, for what another kernel may have written since this one has started.
 __device__ __forceinline__ float ld_global_cg(const float* p) {
     float x;
