@@ -135,10 +135,11 @@ __device__ __forceinline__ void load_columns(
     }
 }
 
-// Sends the scores of this block's keys to the same places of all blocks: scores[row][key]. A warp has 16 rows and 8
-// keys. first: the first of the block's keys in the segment.
+// Sends the scores of this block's keys to the same places of all blocks: scores[row][key], as far as there are `rows`
+// rows, and `count` keys of the block. A warp has 16 rows and 8 keys. first: the first of the block's keys in the
+// segment.
 __device__ __forceinline__ void send_scores(
-    unsigned queries, unsigned keys, int pitch, int depth, unsigned scores, int first) {
+    unsigned queries, unsigned keys, int pitch, int depth, unsigned scores, int first, int rows, int count) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = warp % 2, own = warp / 2 * 8;
     const int steps = depth / 16, middle = (steps + 1) / 2;
     const unsigned a_row = queries + (group * 16 + lane % 16) * pitch + lane / 16 * 16;
@@ -154,14 +155,16 @@ __device__ __forceinline__ void send_scores(
         add(low, step);
         if (middle + step < steps) add(high, middle + step);
     }
-    const unsigned at = scores + (group * 16 + lane / 4) * SCORE_PITCH + (first + own + lane % 4 * 2) * 4;
+    const int row = group * 16 + lane / 4, key = own + lane % 4 * 2;
+    if (key >= count) return;
+    const unsigned at = scores + row * SCORE_PITCH + (first + key) * 4;
 #pragma unroll
     for (int j = 0; j < 4; ++j) low[j] = __fadd_rn(low[j], high[j]);
 #pragma unroll
     for (int rank = 0; rank < CLUSTER; ++rank) {
         const unsigned remote = map_shared_rank(at, rank);
-        st_shared_cluster_v2(remote, low[0], low[1]);
-        st_shared_cluster_v2(remote + 8 * SCORE_PITCH, low[2], low[3]);
+        if (row < rows) st_shared_cluster_v2(remote, low[0], low[1]);
+        if (row + 8 < rows) st_shared_cluster_v2(remote + 8 * SCORE_PITCH, low[2], low[3]);
     }
 }
 
@@ -271,7 +274,7 @@ __global__ void __launch_bounds__(THREADS, 1) latent_few(
     cp_async_wait_all();
     __syncthreads();
     cluster_wait<CLUSTER>();  // all blocks have started
-    send_scores(queries, keys, pitch, depth, scores, part * OWN_KEYS);
+    send_scores(queries, keys, pitch, depth, scores, part * OWN_KEYS, tile.rows, tile.end - first_key - part * OWN_KEYS);
     cluster_sync<CLUSTER>();
 
     SegmentSoftmax softmax;
@@ -317,9 +320,10 @@ __global__ void __launch_bounds__(THREADS, 1) latent_few(
             for (int high = 0; high < 2; ++high) {
                 const int row = group * 16 + lane / 4 + high * 8, at = column + n * 8 + lane % 4 * 2;
                 const float x = o[n][2 * high], y = o[n][2 * high + 1];
+                if (row >= tile.rows) continue;
                 if (segments > 1) {
                     *reinterpret_cast<float2*>(record + row * COLUMNS + at) = make_float2(x, y);
-                } else if (row < tile.rows) {
+                } else {
                     const MergeFactors merging = merge_factors(-INF_F, tops[row]);
                     store_means(
                         own_means + static_cast<long long>(row) * mean_pitch + at, merge(merging, 0, x),
