@@ -125,11 +125,11 @@ __device__ __forceinline__ void multiply_head(
         }
     };
     constexpr int AHEAD = STAGES - 1;
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < AHEAD; ++stage)  // no earlier kernel of a step writes weights
         if (stage * CHUNK < k) matrix.load(scratch.weights[stage], stage * CHUNK, first_column);
     wait_on_dependent_grids();
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < AHEAD; ++stage) {
         if (stage * CHUNK < k) load_inputs(stage, stage * CHUNK);
         cp_async_commit_group();

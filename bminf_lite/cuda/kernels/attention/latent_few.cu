@@ -52,11 +52,10 @@ struct SegmentSource {
     int depth, rank, first;  // first: the segment's first key
     int blocks[BLOCKS];
 
-    // Reads what of the table belongs to the segment of a sequence with keys before `end`.
-    __device__ __forceinline__ void find(const int* table, int end) {
+    // Reads what belongs to the segment of a sequence's row of the table, which has `pitch` entries.
+    __device__ __forceinline__ void find(const int* table, int pitch) {
 #pragma unroll
-        for (int i = 0; i < BLOCKS; ++i)
-            blocks[i] = ld_global(table + min(first / BLOCK_SIZE + i, (end - 1) / BLOCK_SIZE));
+        for (int i = 0; i < BLOCKS; ++i) blocks[i] = ld_global(table + min(first / BLOCK_SIZE + i, pitch - 1));
     }
 
     // The index in the cache of a key; it and the rest of its block follow one another.
@@ -74,9 +73,10 @@ __device__ __forceinline__ void load_keys(
     const SegmentSource<__half>& source, int key, const KeyRange& range, unsigned target, int pitch) {
     const __half* const rows = source.cache + source.at(key) * source.depth;
     const int lane = threadIdx.x % WARP;
-#pragma unroll
+#pragma unroll 1
     for (int i = threadIdx.x / WARP; i < OWN_KEYS; i += WARPS) {
         if (!range.takes(key + i)) continue;
+#pragma unroll 1
         for (int piece = lane; piece < source.depth / 8; piece += WARP)
             cp_async_16(
                 target + i * pitch + piece * 16, rows + static_cast<long long>(i) * source.depth + piece * 8,
@@ -106,7 +106,7 @@ template <int COLUMNS>
 __device__ __forceinline__ void load_columns(
     const SegmentSource<__half>& source, int key, int column, const KeyRange& range, unsigned target) {
     constexpr int PIECES = COLUMNS / 8;
-#pragma unroll
+#pragma unroll 1
     for (int n = 0; n < LATENT_SEGMENT * PIECES / THREADS; ++n) {
         const int i = threadIdx.x + n * THREADS, row = i / PIECES, piece = i % PIECES;
         if (!range.takes(key + row)) continue;
@@ -143,17 +143,18 @@ __device__ __forceinline__ void send_scores(
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = warp % 2, own = warp / 2 * 8;
     const int steps = depth / 16, middle = (steps + 1) / 2;
     const unsigned a_row = queries + (group * 16 + lane % 16) * pitch + lane / 16 * 16;
-    const unsigned b_row = keys + (own + lane / 4) * pitch + lane % 4 * 4;
+    const unsigned b_row =
+        keys + (own + lane % 8) * pitch + lane / 8 % 2 * 16 + (lane < WARP / 2 ? 0 : middle * 32);  // of either half
     float low[4] = {}, high[4] = {};
-    const auto add = [&](float (&sums)[4], int step) {
-        unsigned a[4];
-        ldmatrix_x4(a, a_row + step * 32);
-        mma_m16n8k16(sums, a, ld_shared(b_row + step * 32), ld_shared(b_row + step * 32 + 16));
-    };
 #pragma unroll 3
     for (int step = 0; step < middle; ++step) {
-        add(low, step);
-        if (middle + step < steps) add(high, middle + step);
+        unsigned a[4], b[4];
+        ldmatrix_x4(b, b_row + step * 32);
+        ldmatrix_x4(a, a_row + step * 32);
+        mma_m16n8k16(low, a, b[0], b[1]);
+        if (middle + step == steps) break;
+        ldmatrix_x4(a, a_row + (middle + step) * 32);
+        mma_m16n8k16(high, a, b[2], b[3]);
     }
     const int row = group * 16 + lane / 4, key = own + lane % 4 * 2;
     if (key >= count) return;
@@ -245,6 +246,8 @@ __global__ void __launch_bounds__(THREADS, 1) latent_few(
 #if __CUDA_ARCH__ >= 900
     launch_dependent_grids();
     const int segment = blockIdx.x / CLUSTER, part = blockIdx.x % CLUSTER, first_key = segment * LATENT_SEGMENT;
+    SegmentSource<CACHE> source = {cache, scales, depth, rank, first_key, {}};
+    source.find(block_tables, table_pitch);  // of the first sequence, while the tile's is found
     RowTile tile;
     if (!find_row_tile<ROWS>(cu_seqlens, context_lens, sequences, heads, blockIdx.y, tile) || first_key >= tile.end) {
         wait_on_dependent_grids();
@@ -254,8 +257,7 @@ __global__ void __launch_bounds__(THREADS, 1) latent_few(
     const int pitch = (depth + 8) * 2, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const unsigned queries = cast_smem_ptr_to_uint(shared), keys = queries + ROWS * pitch;
     const unsigned columns = keys + OWN_KEYS * pitch, scores = columns + LATENT_SEGMENT * (COLUMNS + 8) * 2;
-    SegmentSource<CACHE> source = {cache, scales, depth, rank, first_key, {}};
-    source.find(block_tables + static_cast<long long>(tile.sequence) * table_pitch, tile.end);
+    if (tile.sequence > 0) source.find(block_tables + static_cast<long long>(tile.sequence) * table_pitch, table_pitch);
     const auto load = [&](const KeyRange& range) {
         const int own_key = first_key + part * OWN_KEYS;
         if (own_key < tile.end) load_keys(source, own_key, range, keys, pitch);
@@ -263,7 +265,9 @@ __global__ void __launch_bounds__(THREADS, 1) latent_few(
     };
     load({0, tile.context, tile.end, true});
     wait_on_dependent_grids();
+#pragma unroll 1
     for (int i = warp; i < ROWS; i += WARPS)
+#pragma unroll 1
         for (int piece = lane; piece < depth / 8; piece += WARP) {
             const int row = min(i, tile.rows - 1);
             cp_async_16(
@@ -274,7 +278,8 @@ __global__ void __launch_bounds__(THREADS, 1) latent_few(
     cp_async_wait_all();
     __syncthreads();
     cluster_wait<CLUSTER>();  // all blocks have started
-    send_scores(queries, keys, pitch, depth, scores, part * OWN_KEYS, tile.rows, tile.end - first_key - part * OWN_KEYS);
+    send_scores(
+        queries, keys, pitch, depth, scores, part * OWN_KEYS, tile.rows, tile.end - first_key - part * OWN_KEYS);
     cluster_sync<CLUSTER>();
 
     SegmentSoftmax softmax;

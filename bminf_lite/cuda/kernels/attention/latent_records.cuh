@@ -15,15 +15,26 @@ constexpr int RECORD = LATENT_FEW_ROWS * (COLUMNS + 2);
 template <int COLUMNS>
 __device__ __forceinline__ uint2
 merged_means(const float* records, long long stride, int segments, int row, int column) {
+    constexpr int AT_ONCE = 4;
     float top = -INF_F, sum = 0, o[4] = {};
-#pragma unroll 4
-    for (int segment = 0; segment < segments; ++segment, records += stride) {
-        const float2 of_row = __ldcg(reinterpret_cast<const float2*>(records + LATENT_FEW_ROWS * COLUMNS + 2 * row));
-        const float4 x = __ldcg(reinterpret_cast<const float4*>(records + row * COLUMNS + column));
-        const MergeFactors merging = merge_factors(top, of_row.x);
-        top = merging.top, sum = merge(merging, sum, of_row.y);
-        o[0] = merge(merging, o[0], x.x), o[1] = merge(merging, o[1], x.y);
-        o[2] = merge(merging, o[2], x.z), o[3] = merge(merging, o[3], x.w);
+#pragma unroll 1
+    for (int segment = 0; segment < segments; segment += AT_ONCE) {
+        float2 of_row[AT_ONCE];
+        float4 x[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {  // of the last segment instead of one that is not there
+            const float* const record = records + min(segment + i, segments - 1) * stride;
+            of_row[i] = __ldcg(reinterpret_cast<const float2*>(record + LATENT_FEW_ROWS * COLUMNS + 2 * row));
+            x[i] = __ldcg(reinterpret_cast<const float4*>(record + row * COLUMNS + column));
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (segment + i >= segments) break;
+            const MergeFactors merging = merge_factors(top, of_row[i].x);
+            top = merging.top, sum = merge(merging, sum, of_row[i].y);
+            o[0] = merge(merging, o[0], x[i].x), o[1] = merge(merging, o[1], x[i].y);
+            o[2] = merge(merging, o[2], x[i].z), o[3] = merge(merging, o[3], x[i].w);
+        }
     }
     uint2 means;
     __half* const each = reinterpret_cast<__half*>(&means);

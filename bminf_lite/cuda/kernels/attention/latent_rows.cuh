@@ -61,8 +61,8 @@ struct LatentRowPart {
     int block = 0;
     Norm norm;
 
-    __device__ __forceinline__ LatentRowPart(
-        const LatentRowsParams<CACHE>& p, int index, int part, LatentRowsScratch<THREADS>& shared)
+    __device__ __forceinline__
+    LatentRowPart(const LatentRowsParams<CACHE>& p, int index, int part, LatentRowsScratch<THREADS>& shared)
         : p(p),
           shared(shared),
           part(part),
@@ -71,8 +71,8 @@ struct LatentRowPart {
         is_there = at.token < p.cu_seqlens[p.sequences] && at.position / BLOCK_SIZE < p.table_pitch;
         if (!is_there) return;
         if (part == 0)
-            block = ld_global(p.block_tables + static_cast<long long>(at.sequence) * p.table_pitch +
-                              at.position / BLOCK_SIZE);
+            block = ld_global(
+                p.block_tables + static_cast<long long>(at.sequence) * p.table_pitch + at.position / BLOCK_SIZE);
         for (int pair = threadIdx.x; pair < p.rope_dim / 2; pair += THREADS)
             rope_angle(at.position, p.frequencies[pair], p.rope_scale, shared.cosines[pair], shared.sines[pair]);
         __syncthreads();
@@ -96,16 +96,28 @@ private:
             factor = __fadd_rn(1.0f, __fmul_rn(p.beta, logf(__fadd_rn(1.0f, passed))));
             if (part == 1 && thread == 0) p.factors[at.token] = factor;
         }
+        constexpr int EACH = HEADS / (THREADS / WARP);  // heads of a warp
         const int first = (part - 1) * HEADS, end = min(p.heads, first + HEADS), zeros = p.depth - p.rank - p.rope_dim;
-        for (int i = thread; i < (end - first) * half; i += THREADS) {
-            const int head = first + i / half, pair = i % half;
-            const __half* const x = p.q + at.token * p.q_pitch + head * (p.nope_dim + p.rope_dim) + p.nope_dim;
-            __half* const out = p.queries + (static_cast<long long>(at.token) * p.heads + head) * p.depth + p.rank;
-            float low = __half2float(x[pair]), high = __half2float(x[half + pair]);
-            rotate_pair(low, high, shared.cosines[pair], shared.sines[pair]);
-            out[pair] = __float2half_rn(__fmul_rn(low, factor));
-            out[half + pair] = __float2half_rn(__fmul_rn(high, factor));
+        const int own = first + thread / WARP * EACH;
+        for (int pair = thread % WARP; pair < half; pair += WARP) {
+            __half low[EACH], high[EACH];  // all loads are in flight before the first store
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const __half* const x =
+                    p.q + at.token * p.q_pitch + min(own + i, end - 1) * (p.nope_dim + p.rope_dim) + p.nope_dim + pair;
+                low[i] = x[0], high[i] = x[half];
+            }
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                if (own + i >= end) break;
+                float a = __half2float(low[i]), b = __half2float(high[i]);
+                rotate_pair(a, b, shared.cosines[pair], shared.sines[pair]);
+                __half* const out =
+                    p.queries + (static_cast<long long>(at.token) * p.heads + own + i) * p.depth + p.rank + pair;
+                out[0] = __float2half_rn(__fmul_rn(a, factor)), out[half] = __float2half_rn(__fmul_rn(b, factor));
+            }
         }
+#pragma unroll 1
         for (int i = thread; i < (end - first) * zeros; i += THREADS)
             p.queries
                 [(static_cast<long long>(at.token) * p.heads + first + i / zeros) * p.depth + p.rank + p.rope_dim +
@@ -142,6 +154,7 @@ private:
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             if (thread * 8 + j < p.rank) store_element(out + thread * 8 + j, latent[0][j], of_latent);
+#pragma unroll 1
         for (int j = thread; j < p.depth - p.rank; j += THREADS)
             store_element(out + p.rank + j, j < p.rope_dim ? key[j] : 0.0f, of_key);
     }

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(THREADS) latent_values(
     launch_dependent_grids();
     const int first_column = blockIdx.x * COLUMNS, head = blockIdx.y;
     const HeadMatrix<false> weights = {matrix + static_cast<long long>(head) * w_rows * w_pitch, w_pitch, RANK, n};
-#pragma unroll
+#pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; ++chunk)  // no earlier kernel of a step writes weights
         weights.load(scratch.weights[chunk], chunk * CHUNK, first_column);
     if (threadIdx.x < tokens)
@@ -58,10 +58,12 @@ __global__ void __launch_bounds__(THREADS) latent_values(
     const auto input = [&](int token, int column) {
         return reinterpret_cast<uint2*>(scratch.inputs[column / CHUNK] + token * PITCH + column % CHUNK * 2);
     };
+#pragma unroll 1
     for (int i = tokens * VECTORS + threadIdx.x; i < TOKENS * VECTORS; i += THREADS)
         *input(i / VECTORS, i % VECTORS * 4) = make_uint2(0, 0);
     __syncthreads();
     wait_on_dependent_grids();
+#pragma unroll 1
     for (int i = threadIdx.x; i < tokens * VECTORS; i += THREADS) {
         const int token = i / VECTORS, column = i % VECTORS * 4;
         const RecordPlace place = places[token];
