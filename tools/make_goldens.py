@@ -47,7 +47,7 @@ BASE: Case = {
     "vocab_size": 97,
     "max_position_embeddings": 128,
 }
-OWN_NAMES = (*MIXTURES, "olmo_hybrid")
+OWN_NAMES = (*MIXTURES, "olmo_hybrid", "lfm3")
 """Families whose tensors in files are not those that transformers has in memory."""
 JOINED = "conv1d.weight"
 """The end of the name of a tensor that transformers joins of those of queries, keys and values, if a file has these."""
@@ -344,6 +344,7 @@ BASES |= {
     "phi3": BASE | {"pad_token_id": 0},
     "granite": BASE | {"attention_multiplier": 0.25},
     "flex_olmo": BASE | {"pad_token_id": 0},
+    "lfm3": BASE | {"pad_token_id": 0, "head_dim": 12},
     "gpt_neo": {"hidden_size": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 97, "max_position_embeddings": 128}
     | {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "internlm3": BASE | {"head_dim": 12},
@@ -1072,6 +1073,33 @@ CASES |= {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
             }
         },
+    },
+    "lfm3": {
+        "three kinds": {
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+        },
+        "no gates, no norms behind, biases, untied": {
+            "layer_types": ["sliding_attention", "conv", "full_attention"],
+            "num_hidden_layers": 3,
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "attention_bias": True,
+            "conv_bias": True,
+            "conv_L_cache": 3,
+            "tie_word_embeddings": False,
+            "sliding_window": 5,
+        },
+        "two rotations": {
+            "layer_types": ["full_attention", "conv", "sliding_attention"],
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        "five layers": {"num_hidden_layers": 5, "sliding_window": 7, "conv_L_cache": 2, "norm_eps": 0.1},
     },
     "gpt_neo": {
         "global and local": {},

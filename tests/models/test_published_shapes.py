@@ -100,6 +100,7 @@ PARAMETERS = {
     "k-exaone-236b-a23b": 236.57e9,
     "hunyuan-3-295b-a21b": 295.03e9,
     "hunyuan-7b": 7.505e9,
+    "lfm3-1.7b": 1.7288e9,
     "gpt-neo-1.3b": 1.3156e9,
     "internlm3-8b": 8.804e9,
     "iquest-coder-40b": 39.79e9,

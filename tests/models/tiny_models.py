@@ -42,7 +42,7 @@ DECODERS = (
 """Other families of decoders."""
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MAMBAS = ("falcon_h1", "granitemoehybrid", "nemotron_h", "bamba")
-STATES = ("lfm2", *DELTA_NETS, *MAMBAS, "olmo_hybrid", "mamba2", "kimi_linear")
+STATES = ("lfm2", "lfm3", *DELTA_NETS, *MAMBAS, "olmo_hybrid", "mamba2", "kimi_linear")
 """Families with layers that keep a state."""
 LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 """Families with latent attention. They have experts, too."""

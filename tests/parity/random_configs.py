@@ -674,6 +674,18 @@ def gpt_neo(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     }  # fmt: skip
 
 
+def lfm3(draw: Draw, config: Config, ropes: list[Config]) -> Config:
+    kinds = [draw.one_of("conv", SLIDING, FULL) for _ in range(config["num_hidden_layers"] - 1)]
+    scaled = {k: v for k, v in draw.one_of(*ropes).items() if k != "truncate"}  # which transformers reads elsewhere
+    has_gate = draw.flag()
+    return {
+        "layer_types": [*kinds, FULL], "use_attention_gate": has_gate, "use_sandwich_norm": draw.flag(),
+        "attention_bias": draw.flag() and not has_gate, "conv_bias": draw.flag(), "conv_L_cache": draw.up_to(8),
+        "sliding_window": draw.up_to(41), "head_dim": 4 * draw.up_to(8, 2), "pad_token_id": 0,
+        "rope_parameters": draw.one_of(None, {FULL: scaled, SLIDING: config["rope_parameters"]}),
+    }  # fmt: skip
+
+
 def hunyuan(draw: Draw, config: Config, ropes: list[Config]) -> Config:
     alpha = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": draw.one_of(2.0, 100.0)}
     count, layers = draw.up_to(9, 2), config["num_hidden_layers"]
@@ -762,7 +774,7 @@ OWN = {
     "ministral": ministral, "vaultgemma": gemma2, "hyperclovax": hyperclovax, "nanochat": nanochat, "youtu": youtu,
     "minicpm3": minicpm3, "hunyuan_v1_dense": hunyuan, "hunyuan_v1_moe": hunyuan, "apertus": apertus, "phimoe": phimoe,
     "internlm3": named_llama, "iquestcoder": named_llama, "granite_swa": granite_swa, "granitemoe_swa": granite_swa,
-    "flint": flint, "cohere2_moe": cohere2_moe, "laguna": laguna, "gpt_neo": gpt_neo,
+    "flint": flint, "cohere2_moe": cohere2_moe, "laguna": laguna, "gpt_neo": gpt_neo, "lfm3": lfm3,
     "bamba": bamba, **dict.fromkeys(("dots1", "solar_open", "exaone_moe", "hy_v3"), sigmoid_experts),
     "granitemoeshared": granitemoeshared, "mellum": mellum, "afmoe": afmoe,
     "phi3": phi3, "olmo2": olmo2, "olmo3": olmo3, "granite": granite, "smollm3": smollm3, "ministral3": ministral3,
