@@ -67,6 +67,8 @@ def one_of_each_kind(config: dict[str, Any]) -> dict[str, Any]:
         return {"num_hidden_layers": 2, "full_attn_idxs": [1]}
     if "attn_layer_indices" in config:
         return {"num_hidden_layers": 2, "attn_layer_indices": [1]}
+    if "attention_types" in config:
+        return {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
     if "hybrid_override_pattern" in config:
         letters = "".join(dict.fromkeys(config["hybrid_override_pattern"]))
         return {"num_hidden_layers": len(letters), "hybrid_override_pattern": letters}
@@ -78,7 +80,9 @@ def one_of_each_kind(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     if config.get("num_kv_shared_layers"):  # of each kind one that shares keys, too
         return {"num_hidden_layers": 2 * len(kinds), "layer_types": 2 * kinds, "num_kv_shared_layers": len(kinds)}
-    dense = {"num_dense_layers": 1} if "num_dense_layers" in config else {}
+    dense: dict[str, Any] = {"num_dense_layers": 1} if "num_dense_layers" in config else {}
+    if config.get("mlp_only_layers"):
+        dense = {"mlp_only_layers": [0]}
     return {"num_hidden_layers": len(kinds), "layer_types": kinds, **dense}
 
 
