@@ -10,7 +10,7 @@ import numpy as np
 GROUP = 8
 """Codes in a 64-bit random word, a byte each."""
 FLOAT_UNIT = 64
-"""A float element is a code over this, which fp16 holds exactly."""
+"""A float element is a code over this by default, which fp16 holds exactly."""
 WORDS_AT_ONCE = 1 << 20
 STEP = 0x9E3779B97F4A7C15
 """The increment of the generator's state from one word to the next."""
@@ -18,7 +18,7 @@ STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class RandomMatrix:
-    """A matrix of random codes in -127..127 (int8), or of such codes over 64 (fp16): the same on every backend.
+    """A matrix of random codes in -127..127 (int8), or of such codes over ``unit`` (fp16): the same on every backend.
 
     Row ``r`` and columns ``8 g`` to ``8 g + 7`` are the bytes, lowest first, of SplitMix64's output number
     ``r * ceil(columns / 8) + g`` after ``seed`` (https://doi.org/10.1145/2714064.2660195), with -127 for -128. A random
@@ -31,6 +31,7 @@ class RandomMatrix:
     dtype: type = np.int8
     seed: int = 0
     row_words: int = 0
+    unit: float = FLOAT_UNIT
 
     @property
     def stride(self) -> int:
@@ -42,13 +43,13 @@ class RandomMatrix:
             first, end, step = index[1].indices(self.shape[1])
             if step == 1 and first % GROUP == 0:
                 shape, seed = (self.shape[0], max(end - first, 0)), self.seed + first // GROUP * STEP & (1 << 64) - 1
-                return RandomMatrix(shape, self.dtype, seed, self.stride)
+                return RandomMatrix(shape, self.dtype, seed, self.stride, self.unit)
         if not isinstance(index, slice) or index.step not in (None, 1):
             part: np.ndarray = np.asarray(self)[index]
             return part
         first, end, _ = index.indices(self.shape[0])
         shape, seed = (max(end - first, 0), self.shape[1]), self.seed + first * self.stride * STEP & (1 << 64) - 1
-        return RandomMatrix(shape, self.dtype, seed, self.row_words)
+        return RandomMatrix(shape, self.dtype, seed, self.row_words, self.unit)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         rows, columns = self.shape
@@ -60,7 +61,7 @@ class RandomMatrix:
             words = random_words(self.seed, first * self.stride, count * self.stride).astype("<u8")
             words = np.ascontiguousarray(words.reshape(count, self.stride)[:, :groups])
             codes = np.maximum(words.view(np.int8), -127).reshape(count, groups * GROUP)[:, :columns]
-            values[first : first + count] = codes if self.dtype is np.int8 else codes / np.float32(FLOAT_UNIT)
+            values[first : first + count] = codes if self.dtype is np.int8 else codes / np.float32(self.unit)
         return values
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..backend.communicator import on_ranks
 from ..backend.quantization import HostWeight, Int8Weight
-from ..backend.random_matrix import RandomMatrix
+from ..backend.random_matrix import FLOAT_UNIT, RandomMatrix
 from ..checkpoint.opened_model import ModelDescription, describe_model, open_model
 from ..checkpoint.reader import read_json
 from ..checkpoint.recipe import Recipe, Scheme, load_recipe
@@ -34,6 +34,12 @@ CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 """Ends of the names of biases that correct a router's choice. Training sets them so that all experts are used."""
 LARGEST_CORRECTION = 0.01
 """The largest of these biases, beside scores between 0 and 1 whose standard deviation is about 0.2."""
+ROUTED_TABLE_UNIT = 2
+"""Elements of an embedding that a router reads behind layers are codes over this: about 37, where a layer adds about 1.
+
+So rows differ as their tokens do. With rows of 1, what a layer adds to all rows alike prevails after some layers: the
+mean of an attention's values, or of squared ReLUs. Then most rows choose the same experts.
+"""
 STREAM_FACTORS = ("layer_scalar",)
 """Ends of the names of factors of the whole residual stream behind a layer, whose product over layers stays about 1."""
 
@@ -213,18 +219,24 @@ class CountingWeights:
 class RandomWeights:
     """Random int8 weights for ``spec``, scaled so that a layer's output is about as large as its input.
 
-    Each expert is about as likely as another: the biases that correct a router's choice are small.
+    Each expert is about as likely as another, and tokens choose independently: the biases that correct a router's
+    choice are small, and the rows that routers read are mostly the tokens' embeddings.
     """
 
     def __init__(self, spec: Spec, recipe: Recipe):
         self._spec = spec
         self._recipe = recipe
         self._seeds = {name: i for i, name in enumerate(spec.parameters)}
+        has_routers = any(parameter.role is Role.ROUTER for parameter in spec.parameters.values())
+        self._table_unit = ROUTED_TABLE_UNIT if has_routers else FLOAT_UNIT
 
     def weight(self, name: str) -> HostWeight:
         parameter = self._spec.parameters[name]
         rows, columns = parameter.shape[::-1] if parameter.transposed else parameter.shape
-        codes = RandomMatrix((rows, columns), np.int8, self._seeds[name])
+        seed = self._seeds[name]
+        if parameter.role is Role.EMBEDDING:  # a tied head: with the codes of the table, each token would choose itself
+            seed += len(self._seeds)
+        codes = RandomMatrix((rows, columns), np.int8, seed)
         spread = np.random.default_rng(self._seeds[name]).uniform(0.5, 1.5, rows)
         scheme = self._recipe.scheme_of(name, parameter.role is Role.HEAD)
         if scheme is Scheme.FLOAT:
@@ -240,7 +252,7 @@ class RandomWeights:
         parameter = self._spec.parameters[name]
         if parameter.role is Role.EMBEDDING:
             rows, columns = parameter.shape
-            return cast(np.ndarray, RandomMatrix((rows, columns), np.float16, self._seeds[name]))
+            return cast(np.ndarray, RandomMatrix((rows, columns), np.float16, self._seeds[name], unit=self._table_unit))
         random = np.random.default_rng(self._seeds[name])
         if parameter.role is Role.ROUTER:
             return random.standard_normal(parameter.shape).astype(np.float32) / np.float32(parameter.shape[1] ** 0.5)

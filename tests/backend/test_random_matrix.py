@@ -43,10 +43,13 @@ def test_slices_of_rows_and_of_columns_are_random_matrices_and_any_other_part_is
         assert isinstance(matrix[index], np.ndarray) and (matrix[index] == np.asarray(matrix)[index]).all()
 
 
-def test_floats_are_codes_over_64():
+def test_floats_are_codes_over_a_unit():
     codes, floats = (np.asarray(RandomMatrix((5, 70), dtype, 9)) for dtype in (np.int8, np.float16))
     assert floats.dtype == np.float16
     assert (floats == codes.astype(np.float16) / 64).all()
+    larger = RandomMatrix((5, 70), np.float16, 9, unit=2)
+    assert (np.asarray(larger) == codes.astype(np.float16) / 2).all()
+    assert (np.asarray(larger[2:4]) == np.asarray(larger)[2:4]).all()
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (33, 70), (70, 129)])
@@ -60,8 +63,9 @@ def test_every_backend_makes_the_same(backend: Backend, n: int, k: int):
     assert (made == copied).all()
 
 
-def test_an_embedding_table(backend: Backend):
-    matrix = RandomMatrix((20, 33), np.float16, 3)
+@pytest.mark.parametrize("unit", [2, 64])
+def test_an_embedding_table(backend: Backend, unit: int):
+    matrix = RandomMatrix((20, 33), np.float16, 3, unit=unit)
     rows = np.array([0, 7, 19], np.int32)
     values = backend.host(backend.embed(backend.array(rows), backend.table(matrix)))
     assert (values == np.asarray(matrix)[rows]).all()

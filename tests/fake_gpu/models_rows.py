@@ -540,7 +540,7 @@ def fill_random(call: Call) -> None:
     dtype = np.int8 if call.template["T"] == "bminf::int8" else F16
     call.require(call.threads >= shape[0] * -(-shape[1] // 8), "blocks are missing")
     call.rows("out", shape[0], call.pitch, shape[1], dtype, align=0)[...] = np.asarray(
-        RandomMatrix(shape, dtype, call.seed, call.row_words)
+        RandomMatrix(shape, dtype, call.seed, call.row_words, call.unit)
     )
 
 

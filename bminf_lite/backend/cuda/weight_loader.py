@@ -242,7 +242,7 @@ class Loader:
         """Copy a host matrix into the first ``k`` columns of rows on the device, converted to their type."""
         whole = place.shape[1] == k
         if isinstance(part, RandomMatrix):
-            self.kernels.pointwise.fill_random(place[:, :k], part.seed, part.row_words)
+            self.kernels.pointwise.fill_random(place[:, :k], part.seed, part.row_words, part.unit)
         elif place.dtype == np.float16 and part.dtype != place.dtype and part.dtype in FLOATS:
             self._narrow(part, place)
         elif isinstance(part, StoredMatrix) and whole and part.dtype == place.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ....backend.random_matrix import FLOAT_UNIT
 from ....backend.values import AttentionSpec, ForwardBatch, Xielu
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, round_up
 from ..instantiations import BOOLEANS, Capability, KernelFamily
@@ -185,8 +186,8 @@ class PointwiseKernels:
             bytes_moved=nbytes_of(sums, inputs, weight, out),
         )
 
-    def fill_random(self, out: cp.ndarray, seed: int, row_words: int = 0) -> None:
-        """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16; see there for ``row_words``."""
+    def fill_random(self, out: cp.ndarray, seed: int, row_words: int = 0, unit: float = FLOAT_UNIT) -> None:
+        """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16; see there for the others."""
         (rows, columns), kind = out.shape, "bminf::int8" if out.itemsize == 1 else "__half"
         self._launcher.launch(
             None,
@@ -194,7 +195,7 @@ class PointwiseKernels:
             f"fill_random<{kind}>",
             ceil_div(rows * ceil_div(columns, 8), 256),
             256,
-            (out.data.ptr, pitch_of(out), rows, columns, seed, row_words or ceil_div(columns, 8)),
+            (out.data.ptr, pitch_of(out), rows, columns, seed, row_words or ceil_div(columns, 8), unit),
             bytes_moved=nbytes_of(out),
         )
 

@@ -11,15 +11,15 @@ __device__ __forceinline__ u64 split_mix(u64 seed, u64 index) {
     return x ^ x >> 31;
 }
 
-__device__ __forceinline__ void store_code(int8* to, int code) { *to = static_cast<int8>(code); }
-__device__ __forceinline__ void store_code(__half* to, int code) { *to = __float2half_rn(code / 64.0f); }
+__device__ __forceinline__ void store_code(int8* to, int code, float) { *to = static_cast<int8>(code); }
+__device__ __forceinline__ void store_code(__half* to, int code, float unit) { *to = __float2half_rn(code / unit); }
 
 // Fills out [rows, pitch] up to column `columns`; a thread writes eight elements, those of word `row * row_words +
-// group` of the generator. It does not call launch_dependent_grids, because products read weights before they wait for
+// group` of the generator; floats are codes over `unit`. It does not call launch_dependent_grids, because products read weights before they wait for
 // their predecessor.
 template <class T>
 __global__ void __launch_bounds__(256)
-    fill_random(T* out, long long pitch, int rows, int columns, u64 seed, long long row_words) {
+    fill_random(T* out, long long pitch, int rows, int columns, u64 seed, long long row_words, float unit) {
     wait_on_dependent_grids();
     const int groups = (columns + 7) / 8;
     const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         const int code = max(-127, static_cast<int>(static_cast<int8>(word >> (8 * j) & 0xff)));
-        if (column + j < columns) store_code(out + row * pitch + column + j, code);
+        if (column + j < columns) store_code(out + row * pitch + column + j, code, unit);
     }
     __threadfence();
 }
