@@ -220,7 +220,8 @@ class RandomWeights:
     """Random int8 weights for ``spec``, scaled so that a layer's output is about as large as its input.
 
     Each expert is about as likely as another, and tokens choose independently: the biases that correct a router's
-    choice are small, and the rows that routers read are mostly the tokens' embeddings.
+    choice are small, rows of a router's matrix have the norm 1, and the rows that it reads are mostly the tokens'
+    embeddings.
     """
 
     def __init__(self, spec: Spec, recipe: Recipe):
@@ -255,7 +256,8 @@ class RandomWeights:
             return cast(np.ndarray, RandomMatrix((rows, columns), np.float16, self._seeds[name], unit=self._table_unit))
         random = np.random.default_rng(self._seeds[name])
         if parameter.role is Role.ROUTER:
-            return random.standard_normal(parameter.shape).astype(np.float32) / np.float32(parameter.shape[1] ** 0.5)
+            matrix = random.standard_normal(parameter.shape).astype(np.float32)
+            return matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
         if name.endswith(CORRECTION_BIASES):
             return random.uniform(-LARGEST_CORRECTION, LARGEST_CORRECTION, parameter.shape).astype(np.float32)
         if name.endswith(STREAM_FACTORS):
