@@ -2,8 +2,8 @@
 
 transformers runs in bf16: eagerly, and compiled with a static cache. ``--compile model`` compiles the model for decode
 steps; ``--compile layers`` compiles one layer, whose code all layers run, for prompts and for decode steps, and runs
-CUDA graphs. A mixture's experts are grouped products in prompts, and products with the chosen experts' weights in
-decode steps, as transformers' ``generate`` chooses. A LLaMA of int8 weights is compiled as gpt-fast does
+decode steps as a CUDA graph. A mixture's experts are grouped products in prompts, and products with the chosen experts'
+weights in decode steps, as transformers' ``generate`` chooses. A LLaMA of int8 weights is compiled as gpt-fast does
 (:mod:`int8_llama`). This engine runs in int8. Each peer gets random prompts and decodes the same number of tokens
 greedily, ignoring end-of-sequence tokens. A round runs every peer once, so that a machine that becomes slower affects
 all peers; results are medians over the rounds. A peer that fails is left out, and a line says why. Needs torch and
@@ -16,10 +16,12 @@ transformers (the extra ``parity``), and matplotlib for --plot.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -125,7 +127,7 @@ class Transformers:
 
 
 class CompiledLayers:
-    """transformers' model whose layers run the code of one compiled layer; steps are CUDA graphs on a GPU.
+    """transformers' model whose layers run the code of one compiled layer; decode steps are a CUDA graph on a GPU.
 
     A layer gets a cache of its own, so that the code does not depend on the layer's number. ``options`` are those of
     ``torch.compile`` for decode steps.
@@ -147,17 +149,17 @@ class CompiledLayers:
         self.ids.random_(self.model.config.vocab_size)
         self.tokens = []
         start = clock(self.device)
-        self._first()
+        self._prefill()
         first = clock(self.device)
         self.tokens.append(self.token.clone())
         for _ in range(count - 1):
-            self._further()
+            self._decode_step()
             self.tokens.append(self.token.clone())
         return seconds(start, first, clock(self.device), count)
 
     def _make_steps(self, batch: int, prompt: int, count: int) -> None:
         self._size = None
-        self._first, self._further = self._prefill, self._step  # graphs of another size are released
+        self._decode_step = self._step  # a graph of another size is released
         config = self.model.config
         self.ids = torch.randint(0, config.vocab_size, (batch, prompt), device=self.device)
         self.token = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
@@ -170,24 +172,24 @@ class CompiledLayers:
             layer.lazy_initialization(empty, empty)
             for array in (layer.keys, layer.values, layer.cumulative_length):
                 torch._dynamo.mark_static_address(array, guard=False)  # else a layer is compiled for each address
-        self._first = self._captured(self._prefill)
-        self._further = self._captured(self._step) if count > 1 else self._step
+        self._prefill()
+        if count > 1:
+            self._decode_step = self._captured(self._step)
         self._size = batch, prompt, count
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
         """``step`` as a CUDA graph, or itself on a CPU. Compiles it."""
+        step()
         if self.device == "cpu":
             return step
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-                for layer in self.cache.layers:  # steps that are not timed must not leave the cache
-                    layer.cumulative_length.fill_(len(self.positions))
+            self._prefill()  # steps before the timed ones must not leave the cache
+            step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
             step()
         return graph.replay
 
@@ -290,6 +292,7 @@ def measure(
     """Times by prompt length and peer. The first round compiles kernels and does not count.
 
     Each time is also written to stderr when it is known. A peer that fails is left out from then on, with its times.
+    Nothing is collected meanwhile, since objects of compilers are many, and a capture permits no freed graphs.
     """
     found: dict[int, dict[str, Times]] = {prompt: {name: Times() for name in peers} for prompt in prompts}
     failed = set[str]()
@@ -299,14 +302,19 @@ def measure(
                 if name in failed:
                     continue
                 start = time.perf_counter()
+                gc.collect()
+                gc.disable()
                 try:
                     first, token = run(batch, prompt, count)
                 except Exception as error:
                     if name == ENGINE:
                         raise
                     log(f"{name}: left out, because {type(error).__name__}: {str(error)[:2000]}")
+                    log("".join(traceback.format_tb(error.__traceback__)[-4:]))
                     failed.add(name)
                     continue
+                finally:
+                    gc.enable()
                 each = "" if token is None else f", a token {1e3 * token:.3f} ms"
                 took = f"{time.perf_counter() - start:.1f} s in all"
                 log(f"prompt {prompt}, round {index}, {name}: first token {1e3 * first:.2f} ms{each}; {took}")

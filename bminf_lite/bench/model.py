@@ -35,10 +35,11 @@ CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 LARGEST_CORRECTION = 0.01
 """The largest of these biases, beside scores between 0 and 1 whose standard deviation is about 0.2."""
 ROUTED_TABLE_UNIT = 2
-"""Elements of an embedding that a router reads behind layers are codes over this: about 37, where a layer adds about 1.
+"""Elements of an embedding before routers are codes over this, about 37, if norms alone read the residual stream.
 
-So rows differ as their tokens do. With rows of 1, what a layer adds to all rows alike prevails after some layers: the
-mean of an attention's values, or of squared ReLUs. Then most rows choose the same experts.
+A layer adds about 1, so rows differ as their tokens do. With elements of 1, what layers add to all rows alike prevails
+after some layers, which is the mean of an attention's values or of squared ReLUs; then most rows choose the same
+experts.
 """
 STREAM_FACTORS = ("layer_scalar",)
 """Ends of the names of factors of the whole residual stream behind a layer, whose product over layers stays about 1."""
@@ -229,7 +230,7 @@ class RandomWeights:
         self._recipe = recipe
         self._seeds = {name: i for i, name in enumerate(spec.parameters)}
         has_routers = any(parameter.role is Role.ROUTER for parameter in spec.parameters.values())
-        self._table_unit = ROUTED_TABLE_UNIT if has_routers else FLOAT_UNIT
+        self._table_unit = ROUTED_TABLE_UNIT if has_routers and spec.stream is not None else FLOAT_UNIT
 
     def weight(self, name: str) -> HostWeight:
         parameter = self._spec.parameters[name]
