@@ -15,8 +15,8 @@ __device__ __forceinline__ void store_code(int8* to, int code, float) { *to = st
 __device__ __forceinline__ void store_code(__half* to, int code, float unit) { *to = __float2half_rn(code / unit); }
 
 // Fills out [rows, pitch] up to column `columns`; a thread writes eight elements, those of word `row * row_words +
-// group` of the generator; floats are codes over `unit`. It does not call launch_dependent_grids, because products read weights before they wait for
-// their predecessor.
+// group` of the generator; floats are codes over `unit`. It does not call launch_dependent_grids, because products read
+// weights before they wait for their predecessor.
 template <class T>
 __global__ void __launch_bounds__(256)
     fill_random(T* out, long long pitch, int rows, int columns, u64 seed, long long row_words, float unit) {
