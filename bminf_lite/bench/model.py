@@ -257,8 +257,9 @@ class RandomWeights:
             return cast(np.ndarray, RandomMatrix((rows, columns), np.float16, self._seeds[name], unit=self._table_unit))
         random = np.random.default_rng(self._seeds[name])
         if parameter.role is Role.ROUTER:
-            matrix = random.standard_normal(parameter.shape).astype(np.float32)
-            return matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+            matrix: np.ndarray = random.standard_normal(parameter.shape).astype(np.float32)
+            matrix /= np.linalg.norm(matrix, axis=1, keepdims=True)
+            return matrix
         if name.endswith(CORRECTION_BIASES):
             return random.uniform(-LARGEST_CORRECTION, LARGEST_CORRECTION, parameter.shape).astype(np.float32)
         if name.endswith(STREAM_FACTORS):
