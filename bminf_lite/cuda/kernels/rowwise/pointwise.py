@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ....backend.random_matrix import FLOAT_UNIT
 from ....backend.values import AttentionSpec, ForwardBatch, Xielu
 from ..arrays import address, ceil_div, nbytes_of, pitch_of, round_up
 from ..instantiations import BOOLEANS, Capability, KernelFamily
@@ -186,7 +185,7 @@ class PointwiseKernels:
             bytes_moved=nbytes_of(sums, inputs, weight, out),
         )
 
-    def fill_random(self, out: cp.ndarray, seed: int, row_words: int = 0, unit: float = FLOAT_UNIT) -> None:
+    def fill_random(self, out: cp.ndarray, seed: int, row_words: int = 0, unit: float = 64.0) -> None:
         """The rows and columns of a ``RandomMatrix`` with that seed, int8 or fp16; see there for the others."""
         (rows, columns), kind = out.shape, "bminf::int8" if out.itemsize == 1 else "__half"
         self._launcher.launch(
