@@ -145,7 +145,7 @@ def hopper_shared(rank: int) -> int:
     """Bytes of dynamic shared memory of ``latent_hopper``."""
     pieces = (rank + KEY_COLUMNS) // 64
     stages, tile = 2 if rank > 256 else 4, pieces * HOPPER_ROWS * 128
-    told, barriers = 5 * HOPPER_ROWS * 4 + 16, (pieces + 2) * 8
+    told, barriers = 5 * HOPPER_ROWS * 4 + 16, (pieces + 3) * 8
     return (stages + 1) * tile + stages * (told + barriers)
 
 
@@ -292,7 +292,13 @@ class LatentAttentionKernels:
         if grid.form is Form.HOPPER:
             most = len(cache.rows) if cache.memory is None else cache.memory.most
             map_ = tensor_map_2d(
-                cache.rows.data.ptr, TensorMapDataType.FLOAT16, most * BLOCK_SIZE, depth, depth, BLOCK_SIZE
+                cache.rows.data.ptr,
+                TensorMapDataType.FLOAT16,
+                most * BLOCK_SIZE,
+                depth,
+                depth,
+                BLOCK_SIZE,
+                promote_256b=False,
             )
             pairs = len(queries) * spec.heads
             merged, records_at = (0, address(records)) if grid.blocks > 1 else (address(records), 0)

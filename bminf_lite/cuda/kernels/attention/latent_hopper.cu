@@ -7,7 +7,8 @@
 //  - one thread of the last one copies blocks of the cache, 64 rows, into a pipeline, also those of the next item;
 //  - the third one computes scores and weights of 64 keys, which are two tiles of keys in the order of sums. Weights
 //    replace the last 64 columns of the keys, which nobody else reads;
-//  - the first two each sum half of the columns of the latents, one block of keys behind the scores.
+//  - the first two each sum half of the columns of the latents, one block of keys behind the scores. They begin when
+//    the weights of the first tile of keys are there.
 //
 // A block that has all of a tile's segments merges them one after another, keeps the result in `merged`, and writes the
 // means. Else each segment of a pair has a record, which are merged in the same order: by two blocks of a cluster if
@@ -59,10 +60,10 @@ struct Shared {
     __device__ __forceinline__ unsigned weights(unsigned t) const { return tile(t) + (S::PIECES - 1) * PIECE; }
     __device__ __forceinline__ Told told(unsigned t) const { return {all_told + t % S::STAGES * Told::BYTES}; }
     __device__ __forceinline__ unsigned full(unsigned t, int piece) const {
-        return barriers + (t % S::STAGES * (S::PIECES + 2) + piece) * 8;
+        return barriers + (t % S::STAGES * (S::PIECES + 3) + piece) * 8;
     }
-    __device__ __forceinline__ unsigned weighted(unsigned t) const { return full(t, S::PIECES); }
-    __device__ __forceinline__ unsigned empty(unsigned t) const { return full(t, S::PIECES + 1); }
+    __device__ __forceinline__ unsigned weighted(unsigned t, int half) const { return full(t, S::PIECES + half); }
+    __device__ __forceinline__ unsigned empty(unsigned t) const { return full(t, S::PIECES + 2); }
     __device__ __forceinline__ static unsigned phase(unsigned t) { return t / S::STAGES % 2; }
 };
 
@@ -149,7 +150,8 @@ struct Scores {
     // The dot products of all rows with 64 keys: the sums of two chains, over the halves of the row.
     __device__ __forceinline__ void multiply(unsigned t, float (&dots)[N][4]) const {
         float rest[N][4];
-        const unsigned tile = shared.tile(t);
+        const unsigned long long of_queries = make_smem_desc(shared.queries, 0);
+        const unsigned long long of_keys = make_smem_desc(shared.tile(t), 0);
         warpgroup_fence_operand(dots);
         warpgroup_fence_operand(rest);
 #pragma unroll
@@ -160,7 +162,7 @@ struct Scores {
             }
             const unsigned at = k / 4 * PIECE + k % 4 * 32;
             wgmma_nt(
-                k < S::MIDDLE ? dots : rest, make_smem_desc(shared.queries + at, 0), make_smem_desc(tile + at, 0),
+                k < S::MIDDLE ? dots : rest, advance_smem_desc(of_queries, at), advance_smem_desc(of_keys, at),
                 k % S::MIDDLE > 0);
         }
         wgmma_commit_group();
@@ -200,13 +202,15 @@ struct Scores {
         sync_warpgroup(GROUP);  // all have read the keys
         bool rescales = false;
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
+            for (int h = 0; h < 2; ++h) {
                 const float now = fmaxf(top[h], __fmul_rn(scale, largest[tile][h])), shift = softmax_shift(now);
                 // Without a key before, there are zeros to rescale.
                 const float factor = top[h] == -INF_F ? 1.0f : rescale_factor(top[h], shift);
                 top[h] = now;
+                if (lane % 4 == 0) st_shared_float(told.factor(tile, row + h * 8), factor);
+                rescales |= tile == 1 && factor != 1.0f;
                 float low = 0, high = 0;
 #pragma unroll
                 for (int n = tile * N / 2; n < (tile + 1) * N / 2; ++n) {
@@ -217,9 +221,9 @@ struct Scores {
                 }
                 sum[h][0] = add_tile_sum(sum[h][0], factor, low);
                 sum[h][1] = add_tile_sum(sum[h][1], factor, high);
-                if (lane % 4 == 0) st_shared_float(told.factor(tile, row + h * 8), factor);
-                if (tile == 1) rescales |= factor != 1.0f;
             }
+            if (tile == 0) arrive(shared.weighted(t, 0));
+        }
         rescales = __any_sync(FULL, rescales);
         if (lane == 0) st_shared_word(told.flag(threadIdx.x % WARPGROUP / WARP), rescales);
     }
@@ -246,11 +250,11 @@ struct Scores {
         start_segment();
     }
 
-    // What was written of a block of keys is there.
-    __device__ __forceinline__ void arrive(unsigned t) const {
+    // What this warp has written is there.
+    __device__ __forceinline__ void arrive(unsigned barrier) const {
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.weighted(t));
+        if (lane == 0) mbarrier_arrive(barrier);
     }
 };
 
@@ -283,22 +287,25 @@ struct Sums {
         sync_warpgroup(group);
     }
 
-    // Computes o = o + weights @ latents over COUNT times 32 keys, from tile FIRST of keys on.
-    template <int FIRST, int COUNT>
-    __device__ __forceinline__ void add(float (&o)[N][4], unsigned t, bool is_more) const {
-        const unsigned columns = shared.tile(t) + group * (S::COLUMNS / 64) * PIECE;
+    // Starts o = o + weights @ latents over 32 keys.
+    __device__ __forceinline__ void start(float (&o)[N][4], unsigned t, int half, bool is_more) const {
+        const unsigned long long of_weights = make_smem_desc(shared.weights(t) + half * (KEYS * 2), 0);
+        const unsigned long long of_latents =
+            make_smem_desc(shared.tile(t) + group * (S::COLUMNS / 64) * PIECE + half * (KEYS * 128), PIECE);
         warpgroup_fence_operand(o);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < COUNT * KEYS / 16; ++i) {
-            const int k = FIRST * (KEYS / 16) + i;
+        for (int i = 0; i < KEYS / 16; ++i) {
 #pragma unroll
-            for (int half = 0; half < N / 16; ++half)  // 128 columns at once: ptxas has no room for 256
+            for (int n = 0; n < N / 16; ++n)  // 128 columns at once: ptxas has no room for 256
                 wgmma_nn(
-                    reinterpret_cast<float (&)[16][4]>(o[half * 16]), make_smem_desc(shared.weights(t) + k * 32, 0),
-                    make_smem_desc(columns + half * 2 * PIECE + k * 16 * 128, PIECE), is_more || i > 0);
+                    reinterpret_cast<float (&)[16][4]>(o[n * 16]), advance_smem_desc(of_weights, i * 32),
+                    advance_smem_desc(of_latents, n * 2 * PIECE + i * 16 * 128), is_more || i > 0);
         }
         wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ static void wait(float (&o)[N][4]) {
         wgmma_wait_group<0>();
         warpgroup_fence_operand(o);
     }
@@ -326,14 +333,18 @@ struct Sums {
             load(factors, [&](int r) { return told.factor(0, r); });
             rescale(o, factors);
         }
+        start(o, t, 0, !is_first);
+        mbarrier_wait(shared.weighted(t, 1), Shared<RANK>::phase(t));
         const int4 flags = ld_shared_v4(told.flag(0));
         if (__shfl_sync(FULL, flags.x | flags.y | flags.z | flags.w, 0)) {
-            add<0, 1>(o, t, !is_first);
+            wait(o);
             load(factors, [&](int r) { return told.factor(1, r); });
             rescale(o, factors);
-            add<1, 1>(o, t, true);
+            start(o, t, 1, true);
+            wait(o);
         } else {
-            add<0, 2>(o, t, !is_first);
+            start(o, t, 1, true);
+            wait(o);
         }
     }
 };
@@ -382,7 +393,8 @@ __global__ void __launch_bounds__(4 * WARPGROUP, 1) latent_hopper(
     if (threadIdx.x == 0) {
         for (int t = 0; t < S::STAGES; ++t) {
             for (int piece = 0; piece < S::PIECES; ++piece) mbarrier_init(shared.full(t, piece), 1);
-            mbarrier_init(shared.weighted(t), WARPGROUP / WARP), mbarrier_init(shared.empty(t), SUMMING_WARPS);
+            for (int half = 0; half < 2; ++half) mbarrier_init(shared.weighted(t, half), WARPGROUP / WARP);
+            mbarrier_init(shared.empty(t), SUMMING_WARPS);
         }
         fence_mbarrier_init();
     }
@@ -413,7 +425,7 @@ __global__ void __launch_bounds__(4 * WARPGROUP, 1) latent_hopper(
         return;
     }
     if (group == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
         Scores<RANK> scores(shared);
         each_item(cu_seqlens, context_lens, sequences, heads, tiles, parts, [&](const Item& item) {
             const RowTile& tile = item.tile;
@@ -430,11 +442,11 @@ __global__ void __launch_bounds__(4 * WARPGROUP, 1) latent_hopper(
                         record.rows[key / LATENT_SEGMENT] = make_float2(top, total);
                     });
                 }
-                scores.arrive(t);
+                scores.arrive(shared.weighted(t, 1));
             }
         });
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
         const Sums<RANK> sums(shared, group);
         const Merged kept = {
             reinterpret_cast<float4*>(merged) + static_cast<long long>(blockIdx.x) * (ROWS * RANK / 4)};
@@ -446,7 +458,7 @@ __global__ void __launch_bounds__(4 * WARPGROUP, 1) latent_hopper(
             for (int key = item.first_key(); key < item.end_key(); key += BLOCK_SIZE, ++t) {
                 for (int i = 0; i < S::COLUMNS / 64; ++i)
                     mbarrier_wait(shared.full(t, group * (S::COLUMNS / 64) + i), Shared<RANK>::phase(t));
-                mbarrier_wait(shared.weighted(t), Shared<RANK>::phase(t));
+                mbarrier_wait(shared.weighted(t, 0), Shared<RANK>::phase(t));
                 if (key + BLOCK_SIZE > tile.end) sums.clear_rows(shared.tile(t), tile.end - key);
                 sums.add_block(o, t, is_first);
                 is_first = false;

@@ -18,6 +18,13 @@ __device__ __forceinline__ unsigned long long make_smem_desc(unsigned address, i
     return (1ull << 62) | (64ull << 32) | low;
 }
 
+// The descriptor of what lies `offset` bytes behind, a multiple of 16: one addition, where make_smem_desc takes four
+// instructions that wait for each other.
+__device__ __forceinline__ unsigned long long advance_smem_desc(unsigned long long desc, int offset) {
+    const unsigned low = static_cast<unsigned>(desc) + (offset >> 4);
+    return (desc >> 32 << 32) | low;
+}
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
