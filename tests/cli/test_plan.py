@@ -12,7 +12,7 @@ from cli_kit import run as command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MANY_EXPERTS = (
-    "deepseek-v3", "dots-llm1", "flint", "glm-4.5-air", "hunyuan-3-295b-a21b", "k-exaone-236b-a23b", "laguna",
+    "deepseek-v3", "dots-llm1", "glm-4.5-air", "hunyuan-3-295b-a21b", "k-exaone-236b-a23b",
     "minimax-m2", "mistral-small-4", "qwen3-next-80b-a3b", "solar-open-100b",
 )  # fmt: skip
 """Mixtures whose tensors take a second to list, as those of Kimi K2 do."""

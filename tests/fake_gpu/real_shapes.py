@@ -44,6 +44,40 @@ MORE: dict[str, dict[str, Any]] = {
         "model_type": "gpt_neox", "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64,
         "num_hidden_layers": 1, "vocab_size": 50432, "max_position_embeddings": 2048, "rotary_pct": 0.25,
     },
+    "experts beside a shared one, with windows and sinks": {
+        "model_type": "granitemoe_swa", "hidden_act": "silu", "rms_norm_eps": 1e-05, "hidden_size": 1536,
+        "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 10000.0, "vocab_size": 100352,
+        "shared_intermediate_size": 1024, "num_local_experts": 40, "num_experts_per_tok": 8, "sliding_window": 128,
+        "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+        "logits_scaling": 6.0, "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "experts beside attention": {
+        "model_type": "cohere2_moe", "hidden_act": "silu", "layer_norm_eps": 1e-05, "hidden_size": 4096,
+        "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "logit_scale": 0.25, "sliding_window": 4096, "sliding_window_pattern": 4, "max_position_embeddings": 132096,
+        "tie_word_embeddings": True, "rope_theta": 50000.0, "vocab_size": 256000, "head_dim": 128,
+        "prefix_dense_intermediate_size": 14336, "first_k_dense_replace": 1, "num_experts": 64,
+        "num_experts_per_tok": 8, "num_shared_experts": 1, "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": "sigmoid", "norm_topk_prob": True, "layer_types": ["full_attention",
+        "sliding_attention"],
+    },
+    "sigmoid routers, sinks and a shared expert": {
+        "model_type": "flint", "hidden_act": "silu", "rms_norm_eps": 1e-06, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "max_position_embeddings": 262144, "tie_word_embeddings": False, "rope_theta": 10000.0,
+        "vocab_size": 150144, "sliding_window": 513, "num_experts": 256, "num_experts_per_tok": 6,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024, "layer_types": ["full_attention",
+        "sliding_attention"], "mlp_only_layers": [0],
+    },
+    "gates of heads, and layers of different widths": {
+        "model_type": "laguna", "hidden_act": "silu", "rms_norm_eps": 1e-06, "hidden_size": 2048,
+        "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 48, "num_key_value_heads": 8,
+        "head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "sliding_window": 512, "layer_types": ["full_attention",
+        "sliding_attention"], "gating": True, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
 }  # fmt: skip
 ENCODERS = ("bert", "roberta", "xlm_roberta", "distilbert", "mpnet", "modernbert", "nomic_bert")
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
