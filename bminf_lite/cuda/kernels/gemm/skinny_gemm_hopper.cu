@@ -197,8 +197,11 @@ struct Outputs {
 template <int TILES, int COUNT, int MATRICES>
 struct NoSums {
     __device__ __forceinline__ NoSums(const NoSide&, int) {}
+    struct Ahead {};
     template <class F>
     __device__ __forceinline__ void prefetch(int, const F&) const {}
+    template <class F>
+    __device__ __forceinline__ void begin(Ahead&, const F&) const {}
 };
 
 // The side product of what this thread has of a tile, by tensor cores, whose left operand are 16 channels of `up`. The
@@ -243,32 +246,57 @@ struct SideSums {
                 if (count > 0) prefetch_bulk_l2(up + static_cast<size_t>(first) * own_rank, count * own_rank * 2);
             }
     }
-    // What a step of RANKS ranks multiplies.
-    struct Operands {
-        uint2 low[COUNT][MATRICES], high[COUNT][MATRICES], right[MATRICES][RIGHT];
+    // What a step of RANKS ranks multiplies: of `up`, and of the rows' inputs.
+    struct UpRanks {
+        uint2 low[COUNT][MATRICES], high[COUNT][MATRICES];
+    };
+    struct Inputs {
+        uint2 of[MATRICES][RIGHT];
+    };
+    // What is loaded ahead: of `up` the first step of the next tile, and the first ranks of inputs for the sections of
+    // the tile before. With more rows registers do not suffice for it.
+    static constexpr bool IS_AHEAD = TILES <= 4;
+    struct Ahead {
+        UpRanks up;
+        Inputs inputs;
+        int sections[MATRICES];
     };
     // channels(i, m): the first channel of a part of the tile. The parts of a matrix belong to one section.
     template <class F>
-    __device__ __forceinline__ void load(Operands& x, int slot, int rank, int at, const F& channels) const {
+    __device__ __forceinline__ void load_up(UpRanks& x, int slot, int rank, int at, const F& channels) const {
         const __half* up = side.up(slot, rank);
         const int group = threadIdx.x % WARP / 4;
 #pragma unroll
-        for (int m = 0; m < MATRICES; ++m) {
+        for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 x.low[i][m] = side.up_ranks(up, rank, channels(i, m) + group, at);
                 x.high[i][m] = side.up_ranks(up, rank, channels(i, m) + group + 8, at);
             }
-            const int section = side.section(channels(0, m));
+    }
+    __device__ __forceinline__ void load_inputs(Inputs& x, const int (&sections)[MATRICES], int at) const {
+        const int group = threadIdx.x % WARP / 4;
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
             for (int h = 0; h < RIGHT; ++h)
-                x.right[m][h] =
-                    side.input_ranks(min(row_of(h * 8 + group), rows - 1), min(section, side.sections - 1), at);
-        }
+                x.of[m][h] =
+                    side.input_ranks(min(row_of(h * 8 + group), rows - 1), min(sections[m], side.sections - 1), at);
     }
-    // found: the sums. The operands of a step are loaded while the step before is multiplied.
+    // Loads `up` of the first step of a tile, which does not depend on the kernel of the inputs.
     template <class F>
-    __device__ __forceinline__ void add(float (&found)[COUNT][TILES][MATRICES], const F& channels) const {
+    __device__ __forceinline__ void begin(Ahead& ahead, const F& channels) const {
+        if constexpr (!IS_AHEAD) return;
+        const unsigned left = __ballot_sync(FULL, own_rank > 0);
+        const int from = left ? __ffs(left) - 1 : 0;
+        const int slot = __shfl_sync(FULL, own_slot, from), rank = __shfl_sync(FULL, own_rank, from);
+        if (left) load_up(ahead.up, slot, rank, 0, channels);
+    }
+    // found: the sums of the tile of begin(). is_first: it is the first tile of the block. The operands of a step are
+    // loaded while the step before is multiplied.
+    template <class F>
+    __device__ __forceinline__ void add(
+        float (&found)[COUNT][TILES][MATRICES], Ahead& ahead, bool is_first, const F& channels) const {
         const int lane = threadIdx.x % WARP, local = lane % 16, bit = lane / 16;
         float sums[COUNT][MATRICES][RIGHT][4] = {}, d[COUNT][MATRICES][RIGHT][4] = {};
         unsigned left = __ballot_sync(FULL, own_rank > 0);
@@ -280,15 +308,32 @@ struct SideSums {
             const int from = left ? __ffs(left) - 1 : 0;
             slot = __shfl_sync(FULL, own_slot, from), rank = __shfl_sync(FULL, own_rank, from), at = 0;
         };
-        Operands x, ahead;
+        bool is_same = IS_AHEAD && !is_first;
+        int sections[MATRICES];
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            sections[m] = side.section(channels(0, m));
+            is_same = is_same && sections[m] == ahead.sections[m];
+        }
+        if (left && !is_same) {
+            load_inputs(ahead.inputs, sections, 0);
+#pragma unroll
+            for (int m = 0; m < MATRICES; ++m) ahead.sections[m] = sections[m];
+        }
+        UpRanks up, next_up = ahead.up;
+        Inputs inputs, next_inputs = ahead.inputs;
         next();
-        if (left) load(ahead, slot, rank, at, channels);
+        if (!IS_AHEAD && left) load_up(next_up, slot, rank, at, channels);
 #pragma unroll 1
         while (left) {
-            x = ahead;
+            up = next_up, inputs = next_inputs;
             const int now = slot;
             next();
-            if (left) load(ahead, slot, rank, at, channels);
+            if (left) {
+                load_up(next_up, slot, rank, at, channels);
+                next_inputs = ahead.inputs;
+                if (!IS_AHEAD || at) load_inputs(next_inputs, sections, at);
+            }
             const bool is_last = !left || slot != now;
 #pragma unroll
             for (int i = 0; i < COUNT; ++i)
@@ -296,7 +341,7 @@ struct SideSums {
                 for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
                     for (int h = 0; h < RIGHT; ++h) {
-                        mma_ranks(d[i][m][h], x.low[i][m], x.high[i][m], x.right[m][h]);
+                        mma_ranks(d[i][m][h], up.low[i][m], up.high[i][m], inputs.of[m][h]);
                         if (!is_last) continue;
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
@@ -351,6 +396,11 @@ __device__ __forceinline__ void epilogue_warps(
     using Sums = typename Conditional<HAS_SIDE, SideSums<TILES, COUNT, MATRICES>, NoSums<TILES, COUNT, MATRICES>>::type;
     const Sums side_sums(side, outputs.rows);
     side_sums.prefetch(work.tiles, [&](int tile, int m) { return m * outputs.count + channel_of(tile, 0) - local; });
+    const auto outputs_of = [&](int tile) {
+        return [&, tile](int i, int m) { return m * outputs.count + channel_of(tile, i) - local; };
+    };
+    typename Sums::Ahead ahead;
+    side_sums.begin(ahead, outputs_of(0));
     wait_on_dependent_grids();
     float x_scale[TILES];
 #pragma unroll
@@ -361,8 +411,10 @@ __device__ __forceinline__ void epilogue_warps(
     PipelineState buffer(2);
     for (int tile = 0; tile < work.tiles; ++tile, buffer.next()) {
         float added[COUNT][TILES][MATRICES];
-        if constexpr (HAS_SIDE)
-            side_sums.add(added, [&](int i, int m) { return m * outputs.count + channel_of(tile, i) - local; });
+        if constexpr (HAS_SIDE) {
+            side_sums.add(added, ahead, tile == 0, outputs_of(tile));
+            if (tile + 1 < work.tiles) side_sums.begin(ahead, outputs_of(tile + 1));
+        }
         float residual[COUNT][TILES];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -466,7 +518,7 @@ __global__ void __launch_bounds__(THREADS, TILES == 8 ? 2 : 1) skinny_gemm_hoppe
 // The same with a side product. The sections of its weight end at multiples of PARTS * PART_ROWS channels, those that a
 // block finishes of a tile.
 template <int TILES, int EPILOGUE, int F>
-__global__ void __launch_bounds__(THREADS, 1) skinny_gemm_hopper_adapted(
+__global__ void __launch_bounds__(THREADS, TILES > 4 ? 1 : 2) skinny_gemm_hopper_adapted(
     const SideProduct side, const float* x_scale, const float* w_scale, const float* bias, void* out,
     long long out_pitch, int rows, int n, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap w_map, int tiles, int steps, int stages, bool resident) {

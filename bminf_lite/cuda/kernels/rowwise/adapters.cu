@@ -105,13 +105,17 @@ __device__ __forceinline__ void list_rows(unsigned long long mask, int* list) {
     }
 }
 
+// Where the scale of a column of the inputs is; null for a rank that the slot does not have.
+__device__ __forceinline__ const float* find_scale(const SideProduct& side, const float* scales, int rank, int column) {
+    const int section = column / side.rank_pitch, at = column % side.rank_pitch;
+    return section < side.sections && at < rank ? scales + section * rank + at : nullptr;
+}
+
 // Adds up what the blocks of a cluster have of a sum, part by part, scales it, and rounds it to an input of the side
 // product. total: this block's; row: of all rows; column: of the inputs.
 template <int CLUSTER>
 __device__ __forceinline__ void write_input(
-    const SideProduct& side, const float* total, const float* scales, int rank, int row, int column) {
-    const int section = column / side.rank_pitch, at = column % side.rank_pitch;
-    if (section >= side.sections || at >= rank) return;
+    const SideProduct& side, const float* total, float scale, int row, int column) {
     float parts[CLUSTER];
 #pragma unroll
     for (int p = 0; p < CLUSTER; ++p) parts[p] = ld_shared_cluster<CLUSTER>(total, p);
@@ -119,7 +123,7 @@ __device__ __forceinline__ void write_input(
 #pragma unroll
     for (int p = 1; p < CLUSTER; ++p) sum = __fadd_rn(sum, parts[p]);
     const_cast<__half*>(side.inputs)[static_cast<size_t>(row) * side.input_columns + column] =
-        __float2half_rn(__fmul_rn(scales[section * rank + at], sum));
+        __float2half_rn(__fmul_rn(scale, sum));
 }
 
 // ---- codes of the same rows --------------------------------------------------------------------------------------
@@ -182,8 +186,9 @@ constexpr int SHRINK_BLOCKS = 3;
 // columns, tiles of SHRINK_ROWS rows, slots of a tile at once). A cluster finds the rows of a tile that have its slot,
 // and computes its columns of these, 8 rows at a time. A warp has a piece of each part.
 //
-// Blocks are small, because the product behind this kernel runs beside them, see SideProduct::wait_for_operands. With
-// codes, blocks from `shrinking` on in z write those of a row each.
+// Blocks are small, because the product behind this kernel runs beside them, see SideProduct::wait_for_operands. It
+// fills the queues of the memory, and an access takes microseconds then: a thread loads the scale of its input before
+// it waits for the rows. With codes, blocks from `shrinking` on in z write those of a row each.
 template <int CLUSTER, class Codes>
 __device__ __forceinline__ void shrink_few_rows(
     const SideProduct& side, const __half* x, long long x_pitch, int rows, int k, int shrinking, const Codes& codes) {
@@ -224,6 +229,10 @@ __device__ __forceinline__ void shrink_few_rows(
         const __half* weights = down.rows[0] + static_cast<size_t>(group) * side.down_pitch + quarter;
         if (warp == 0) list_rows(mask, list);
         if (CLUSTER > 1 && !has_waited) prefetch_piece(weights, side.down_pitch, chunks, part * PIECES + warp);
+        const bool writes = part == 0 && threadIdx.x < SUMS;  // of 8 rows a thread writes one input
+        const float* const scale =
+            writes ? find_scale(side, down.scales, down.rank, column + threadIdx.x / 8) : nullptr;
+        const float own_scale = scale ? ld_global(scale) : 0;
         wait();
         __syncthreads();
 #pragma unroll 1
@@ -257,10 +266,15 @@ __device__ __forceinline__ void shrink_few_rows(
                 __syncthreads();
             }
             if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
-            for (int i = part * THREADS + threadIdx.x; i < SUMS; i += CLUSTER * THREADS)
-                if (const int row = from + i % 8; row < count)
-                    write_input<CLUSTER>(side, totals + i, down.scales, down.rank, first + list[row], column + i / 8);
-            cluster_sync<CLUSTER>();  // the sums have been read, and the list
+            static_assert(SUMS <= THREADS);
+            if (const int row = from + threadIdx.x % 8; scale && row < count)
+                write_input<CLUSTER>(
+                    side, totals + threadIdx.x, own_scale, first + list[row], column + threadIdx.x / 8);
+            // The sums have been read, and the list. A release would wait until the inputs are in memory.
+            if constexpr (CLUSTER > 1)
+                cluster_arrive_relaxed<CLUSTER>(), cluster_wait<CLUSTER>();
+            else
+                __syncthreads();
         }
     }
     wait();
@@ -392,8 +406,8 @@ __global__ void __launch_bounds__(ROW_WARPS* WARP)
         cluster_sync<CLUSTER>();
         for (int i = part * THREADS + threadIdx.x; i < count * COLUMNS; i += CLUSTER * THREADS) {
             const int row = i / COLUMNS, at = i % COLUMNS;
-            write_input<CLUSTER>(
-                side, totals + row * TOTALS + at, down.scales, down.rank, first + list[row], column + at);
+            if (const float* scale = find_scale(side, down.scales, down.rank, column + at))
+                write_input<CLUSTER>(side, totals + row * TOTALS + at, *scale, first + list[row], column + at);
         }
         cluster_sync<CLUSTER>();  // the sums have been read, and the list
     }
