@@ -223,7 +223,9 @@ class Model:
             return engine.call(lambda: ops.host(adopted()))
 
         self._prompts = prompts = PromptEncoder(folder, engine_config, to_host)
-        self.pooler = None if pooling is None else Pooler(pooling, lambda: prompts.tokenizer, engine.pool, folder)
+        self.pooler = (
+            None if pooling is None else Pooler(pooling, lambda: prompts.tokenizer, engine.pool, sizes[0], folder)
+        )
         """Embeds and classifies texts; None for a model that does not."""
 
     @property

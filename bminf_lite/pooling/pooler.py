@@ -19,8 +19,10 @@ from .scores import ClassifierSettings, Ranked, TokenLabel, cosines, ranked
 from .settings import PoolingSettings
 from .texts import QUERY_PROMPTS, TEXT_PROMPTS, Text, TextEncoder, first_prompt, is_text
 
-SLICE = 512
-"""Texts that are made to tokens at once; the device computes one slice while the next one is made."""
+SLICE = 256
+"""Texts that are made to tokens at once; the device computes slices while the next one is made."""
+BATCHES_AHEAD = 4
+"""A slice is made while those before it, more than one, wait for their vectors with fewer tokens than these batches."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,29 @@ class PoolingModel:
             require_whole("dimensions", dimensions, self.dimensions)
 
 
+Submitted = tuple[PoolingRequest, "SimpleQueue[PoolingRequest]"]
+"""A request that the engine has, and where it puts the request at its end."""
+
+
 class Pooler:
-    """Embeds, ranks and classifies texts by ``submit``, which hands a request to the engine."""
+    """Embeds, ranks and classifies texts by ``submit``, which hands a request to the engine.
+
+    The engine computes batches of up to ``batch_tokens`` tokens.
+    """
 
     def __init__(
         self,
         model: PoolingModel,
         tokenizer: Callable[[], Tokenizer],
         submit: Callable[[PoolingRequest], None],
+        batch_tokens: int,
         folder: Path | None = None,
     ):
         self.model = model
         self.folder = folder
         self.texts = TextEncoder(tokenizer, model.settings, model.vocab_size, model.longest)
         self.submit = submit
+        self.batch_tokens = batch_tokens
 
     def embed(
         self,
@@ -95,9 +106,14 @@ class Pooler:
         """See :meth:`bminf_lite.Model.embed`."""
         one = is_text(texts)
         wanted: list[Any] = [texts] if one else _listed(texts)
-        found = list(self.embedded(wanted, prompt_name, prompt, normalize, dimensions, truncate, pooling))
-        width = dimensions or self.model.with_pooling(pooling).dimensions
-        joined = np.concatenate(found) if found else np.empty((0, width), np.float32)
+        joined, first = None, 0
+        for part in self.embedded(wanted, prompt_name, prompt, normalize, dimensions, truncate, pooling):
+            if joined is None:
+                joined = np.empty((len(wanted), part.shape[1]), np.float32)
+            joined[first : first + len(part)] = part
+            first += len(part)
+        if joined is None:
+            joined = np.empty((0, dimensions or self.model.with_pooling(pooling).dimensions), np.float32)
         return joined[0] if one else joined
 
     def embedded(
@@ -206,27 +222,32 @@ class Pooler:
     def _vectors(
         self, texts: Sequence[Any], encoded: Callable[[Any], list[PoolingText]], poolings: tuple[Pooling, ...]
     ) -> Iterator[list[np.ndarray]]:
-        """The vectors of slices of texts, in order. A slice is made to tokens while the one before is computed."""
-        waiting: list[tuple[PoolingRequest, SimpleQueue[PoolingRequest]]] = []
+        """The vectors of slices of texts, in order. A slice is made to tokens while those before are computed."""
+        waiting: list[Submitted] = []
         try:
             for first in range(0, len(texts), SLICE):
                 ended: SimpleQueue[PoolingRequest] = SimpleQueue()
                 request = PoolingRequest(encoded(texts[first : first + SLICE]), poolings, ended.put)
-                try:
-                    self.submit(request)
-                except QueueFull:
-                    if not waiting:
-                        raise
-                    yield _result(*waiting.pop(0))
-                    self.submit(request)
+                while True:
+                    try:
+                        self.submit(request)
+                        break
+                    except QueueFull:
+                        if not waiting:
+                            raise
+                        yield _result(*waiting.pop(0))
                 waiting.append((request, ended))
-                if len(waiting) > 1:
+                while len(waiting) > 1 and _num_tokens(waiting) >= BATCHES_AHEAD * self.batch_tokens:
                     yield _result(*waiting.pop(0))
             while waiting:
                 yield _result(*waiting.pop(0))
         finally:
             for request, _ in waiting:
                 request.is_cancelled = True
+
+
+def _num_tokens(waiting: Sequence[Submitted]) -> int:
+    return sum(len(text.token_ids) for request, _ in waiting for text in request.texts)
 
 
 def _listed(texts: Any) -> list[Any]:

@@ -64,6 +64,21 @@ def test_vectors_have_length_1_and_do_not_depend_on_the_batch(model: Model, monk
     assert model.stats().texts >= 12 and "vectors of 32 elements" in repr(model)
 
 
+@pytest.mark.parametrize(("batch_tokens", "ahead"), [(1, 2), (1 << 20, 8)])
+def test_slices_are_made_ahead_for_some_batches(
+    model: Model, batch_tokens: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+):
+    assert model.pooler is not None
+    submit, submitted = model.pooler.submit, []
+    monkeypatch.setattr(pooler, "SLICE", 1)
+    monkeypatch.setattr(model.pooler, "batch_tokens", batch_tokens)
+    monkeypatch.setattr(model.pooler, "submit", lambda request: (submitted.append(request), submit(request)))
+    vectors = model.embed_slices(TEXTS * 2)
+    first = next(vectors)
+    assert len(submitted) == ahead
+    np.testing.assert_allclose(np.concatenate([first, *vectors]), model.embed(TEXTS * 2), atol=1e-6)
+
+
 def test_token_ids_are_taken_as_they_are(model: Model):
     ids = model.tokenizer.encode(TEXTS[0])
     for given in (ids, [ids], np.array(ids)):
