@@ -98,9 +98,15 @@ def draw_lines(described: dict[str, Any], folder: Path) -> None:
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """All results, the comparison with others first."""
+    """All results, comparisons with others first."""
     files = sorted(
-        folder.glob("*.json"), key=lambda path: (path.name != PEERS, path.name == "demo-model.json", path.stem)
+        folder.glob("*.json"),
+        key=lambda path: (
+            path.name != PEERS,
+            not path.name.startswith("peers"),
+            path.name == "demo-model.json",
+            path.stem,
+        ),
     )
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
