@@ -43,8 +43,11 @@ class Pages(Protocol):
     base: int
     granularity: int
 
-    def map(self, offset: int, nbytes: int) -> None:
-        """Map memory to a range. Raises ``OutOfMemory``, with nothing mapped, if the device has none left."""
+    def map(self, offset: int, nbytes: int, at_once: int = 0) -> None:
+        """Map memory to a range, in chunks of ``at_once`` bytes or of the pages' own size.
+
+        Raises ``OutOfMemory``, with nothing mapped, if the device has none left.
+        """
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """Give back the whole chunks in a mapped, unused range; returns the ``(offset, nbytes)`` of each.
@@ -94,6 +97,10 @@ class Arena:
         self._pages = pages
         self._base = pages.base
         self._lock = threading.Lock()
+        self._progress = threading.Condition(self._lock)
+        """Told whenever memory was mapped ahead."""
+        self._is_mapping_ahead = False
+        self._is_closing = False
         self._freed: deque[tuple[int, int, Block | None]] = deque()  # and not yet in a bin
         self._bins: dict[int, list[int]] = {}  # starts of freed blocks, by size
         self._mapped: list[Range] = []
@@ -180,6 +187,48 @@ class Arena:
                 self._collect()
                 self._meter = None
 
+    def map_ahead(self, nbytes: int, at_once: int) -> None:
+        """Map the first ``nbytes`` of the addresses, ``at_once`` bytes at a time, for blocks that will stay.
+
+        Other threads may allocate meanwhile: a block waits for its memory rather than map some elsewhere. Ends early if
+        the limit or the device leaves no room, and when the arena is closed.
+        """
+        with self._lock:
+            if self._is_mapping_ahead or not self._finalizer.alive:
+                return
+            self._is_mapping_ahead = True
+        try:
+            end = min(nbytes, self.limit) // self._pages.granularity * self._pages.granularity
+            for start in range(0, end, at_once):
+                if not self._map_part(start, min(start + at_once, end), at_once):
+                    return
+        finally:
+            with self._lock:
+                self._is_mapping_ahead = False
+                self._progress.notify_all()
+
+    def _map_part(self, start: int, end: int, at_once: int) -> bool:
+        """Map what is missing of a range, without the lock while the device does; returns whether that succeeded."""
+        with self._lock:
+            missing = _subtract([(start, end)], self._mapped)
+            if self._is_closing or self.reserved + _total(missing) > self.limit:
+                return False
+            self._mapped = _union(self._mapped, missing)
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
+        done: list[Range] = []
+        try:
+            for low, high in missing:
+                self._pages.map(low, high - low, at_once)
+                done.append((low, high))
+        except Exception:  # the block that needs this memory meets the error itself
+            return False
+        finally:
+            with self._lock:
+                self._mapped = _subtract(self._mapped, _subtract(missing, done))
+                self._ready = _union(self._ready, done)
+                self._progress.notify_all()
+        return True
+
     def trim(self) -> int:
         """Give free pages back to the device, once it has finished with them; returns the bytes."""
         with self._lock:
@@ -187,6 +236,10 @@ class Arena:
 
     def close(self) -> None:
         """Give everything back to the device. Blocks that are not freed lose their memory; twice is harmless."""
+        with self._lock:
+            self._is_closing = True
+            while self._is_mapping_ahead:
+                self._progress.wait()
         self._finalizer()
 
     def _collect(self) -> None:
@@ -205,6 +258,9 @@ class Arena:
     def _find_room(self, size: int, nbytes: int) -> int:
         """The start of a mapped range for a block of a size that is in no bin, taken from the free memory."""
         start = self._take(size)
+        while start is None and self._is_mapping_ahead:
+            self._progress.wait()
+            start = self._take(size)
         if start is None and self._bins:
             if not self._map_instead_of_joining(size):
                 self._join_bins()
@@ -322,7 +378,7 @@ class _MappedPages:
     def __init__(self, base: int) -> None:
         self.base = base
 
-    def map(self, offset: int, nbytes: int) -> None: ...
+    def map(self, offset: int, nbytes: int, at_once: int = 0) -> None: ...
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         return []

@@ -84,12 +84,13 @@ class MappedPages:
         self.base = base.value
         self._chunks: dict[int, tuple[int, int]] = {}  # offset -> bytes, allocation handle
 
-    def map(self, offset: int, nbytes: int) -> None:
+    def map(self, offset: int, nbytes: int, at_once: int = 0) -> None:
         done: list[int] = []
+        chunk_bytes = at_once or self.chunk_bytes
         with self._device.current():
             try:
-                for start in range(offset, offset + nbytes, self.chunk_bytes):
-                    self._map_chunk(start, min(self.chunk_bytes, offset + nbytes - start))
+                for start in range(offset, offset + nbytes, chunk_bytes):
+                    self._map_chunk(start, min(chunk_bytes, offset + nbytes - start))
                     done.append(start)
             except LibraryError as error:
                 for start in done:
@@ -100,7 +101,9 @@ class MappedPages:
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         end = offset + nbytes
-        inside = [(start, size) for start, (size, _) in self._chunks.items() if offset <= start and start + size <= end]
+        inside = [
+            (start, size) for start, (size, _) in list(self._chunks.items()) if offset <= start and start + size <= end
+        ]
         if inside:
             with self._device.current():
                 self._device.synchronize()
@@ -246,7 +249,7 @@ class WholePages:
             raise _refused(device, nbytes) from error
         self.base = base.value
 
-    def map(self, offset: int, nbytes: int) -> None: ...
+    def map(self, offset: int, nbytes: int, at_once: int = 0) -> None: ...
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         return []

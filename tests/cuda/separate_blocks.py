@@ -21,7 +21,7 @@ class NoPages:
     base = 1 << 60
     granularity = ALIGNMENT
 
-    def map(self, offset: int, nbytes: int) -> None: ...
+    def map(self, offset: int, nbytes: int, at_once: int = 0) -> None: ...
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         return [(offset, nbytes)]

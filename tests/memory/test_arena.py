@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -48,13 +49,14 @@ class FakePages:
                 start = offset + size
         return start >= end
 
-    def map(self, offset: int, nbytes: int) -> None:
+    def map(self, offset: int, nbytes: int, at_once: int = 0) -> None:
         assert nbytes > 0 and offset % PAGE == nbytes % PAGE == 0
         assert all(offset + nbytes <= start or start + size <= offset for start, size in self.chunks.items())
         if self.mapped + nbytes > self.available:
             raise OutOfMemory("the device refused")
-        for start in range(offset, offset + nbytes, self.chunk):
-            self.chunks[start] = min(self.chunk, offset + nbytes - start)
+        chunk = at_once or self.chunk
+        for start in range(offset, offset + nbytes, chunk):
+            self.chunks[start] = min(chunk, offset + nbytes - start)
 
     def unmap(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         inside = [(o, n) for o, n in self.chunks.items() if offset <= o and o + n <= offset + nbytes]
@@ -112,6 +114,15 @@ class ArenaMachine(RuleBasedStateMachine):
         before = self.pages.mapped
         assert self.arena.trim() == before - self.pages.mapped
 
+    @rule(pages=st.integers(0, PAGES + 1), at_once=st.integers(1, 8))
+    def map_ahead(self, pages: int, at_once: int) -> None:
+        """As much as the device has room for, from the first address on."""
+        mapped = {page for page in range(PAGES) if self.pages.covers(page * PAGE, (page + 1) * PAGE)}
+        self.arena.map_ahead(pages * PAGE, at_once * PAGE)
+        missing = set(range(min(pages, PAGES))) - mapped
+        if self.pages.available >= self.pages.mapped + PAGE * len(missing):
+            assert self.pages.covers(0, min(pages, PAGES) * PAGE)
+
     @rule(available=st.integers(0, PAGES))
     def another_process_changes_what_is_available(self, available: int) -> None:
         self.pages.available = max(available * PAGE, self.pages.mapped)
@@ -152,6 +163,48 @@ class SlackMachine(ArenaMachine):
 
 TestArenaMachine = ArenaMachine.TestCase
 TestSlackMachine = SlackMachine.TestCase
+
+
+def test_blocks_wait_for_what_is_mapped_ahead() -> None:
+    class SlowPages(FakePages):
+        def map(self, offset: int, nbytes: int, at_once: int = 0) -> None:
+            assert at_once, "a block has mapped memory itself"
+            began.set()
+            may_go_on.wait()
+            super().map(offset, nbytes, at_once)
+
+    began, may_go_on = threading.Event(), threading.Event()
+    arena = Arena(SlowPages(), PAGES * PAGE)
+    with ThreadPoolExecutor() as threads:
+        ahead = threads.submit(arena.map_ahead, 4 * PAGE, PAGE)
+        began.wait()
+        blocks = [threads.submit(arena.allocate, PAGE) for _ in range(4)]
+        assert arena.used == 0 and not any(block.done() for block in blocks)
+        may_go_on.set()
+        assert sorted(block.result().address for block in blocks) == [BASE + page * PAGE for page in range(4)]
+        ahead.result()
+
+
+def test_closing_ends_mapping_ahead() -> None:
+    class SlowPages(FakePages):
+        def map(self, offset: int, nbytes: int, at_once: int = 0) -> None:
+            assert not self.closed
+            began.set()
+            may_go_on.wait()
+            super().map(offset, nbytes, at_once)
+
+    began, may_go_on = threading.Event(), threading.Event()
+    pages = SlowPages()
+    arena = Arena(pages, PAGES * PAGE)
+    with ThreadPoolExecutor() as threads:
+        ahead = threads.submit(arena.map_ahead, PAGES * PAGE, PAGE)
+        began.wait()
+        closed = threads.submit(arena.close)
+        assert not pages.closed
+        may_go_on.set()
+        closed.result()
+        ahead.result()
+    assert pages.closed == 1 and not pages.mapped
 
 
 def test_maps_where_the_fewest_pages_are_needed() -> None:
