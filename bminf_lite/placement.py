@@ -354,6 +354,7 @@ def plan_placement(
     plan = plan_memory(replace(needed, fixed=needed.fixed + taken), machine, context, max_chunk=max_chunk)
     for ops in backends:
         ops.placement = plan.placement
+        ops.expect_weights(max(plan.resident_bytes - needed.adapters - LIBRARY_BYTES - taken, 0))
     return plan
 
 

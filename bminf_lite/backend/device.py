@@ -46,6 +46,9 @@ class HostDevice:
         self.communicator: Communicator = OneRank()
         """The other ranks of a divided model; set before the model is built, which then loads this rank's part."""
 
+    def expect_weights(self, nbytes: int) -> None:
+        """Prepare for weights of ``nbytes`` or more, which are about to be loaded and will stay; returns at once."""
+
     # -- arrays ---------------------------------------------------------------------------------------------------
 
     def array(self, values: np.ndarray) -> Array:

@@ -1,8 +1,12 @@
 """From a file to devices through a few buffers of pinned memory: threads read while the links copy.
 
 A device copies from pageable memory at a fraction of its link's speed, because the driver first copies to pinned memory
-of its own, with one thread. Here, threads read pieces of files straight into pinned buffers, and the copy of a buffer
-is queued when it is full. Reading, copying and building layers overlap: no matrix waits for the one before it.
+of its own, with one thread. Here, threads read pieces of files straight into pinned buffers, and a thread for each
+device queues the copy of a buffer when it is full. Reading, copying and building layers overlap: no matrix waits for
+the one before it.
+
+Python runs one thread at a time, and so does the driver for a device. More threads that read, or that queue copies for
+one device, would wait for each other, and the thread that builds layers for them.
 
 The ranks of a model share the buffers and the threads. Of a matrix whose columns are divided among them, whole rows are
 read once, and each device copies its own columns from the buffer. So the host copies each byte of a file once, however
@@ -12,7 +16,6 @@ many ranks there are, and a link carries only what its device keeps.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,19 +25,13 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 THREADS = 16
-"""Threads that read for one device. More devices have more, but not more than there are cores."""
+"""Threads that read, for however many devices."""
 BUFFERS_PER_THREAD = 2
-BUFFER_BYTES = 4 << 20
+BUFFER_BYTES = 8 << 20
 
 STOPPED = "another rank has failed"
 
 Read = Callable[[memoryview, int], None]
-
-
-def thread_count(ranks: int) -> int:
-    """How many threads read for ``ranks`` devices together."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(THREADS, min(THREADS * ranks, cores))
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Uploads(Protocol):
 
 
 class StagingBuffers:
-    """Buffers of one size, and the threads that fill them, for ``ranks`` devices."""
+    """Buffers of one size, and the threads that fill them and queue their copies, for ``ranks`` devices."""
 
     def __init__(self, buffers: Sequence[memoryview], threads: int = THREADS, ranks: int = 1) -> None:
         self.buffers = buffers
@@ -80,19 +77,25 @@ class StagingBuffers:
         for buffer in range(len(buffers)):
             self._free.put(buffer)
         self._pieces: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_run_all, args=(self._pieces,), name=f"bminf-lite-read-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._end = weakref.finalize(self, _end_threads, self._pieces, threads)
+        self._copies: list[SimpleQueue[Callable[[], None] | None]] = []
+        """The copies that the thread of each device is to queue."""
+        self._readers = [_start_thread(f"bminf-lite-read-{i}", self._pieces) for i in range(threads)]
+        self._copiers: list[threading.Thread] = []
+        self._end = weakref.finalize(self, _end_all, self._pieces, threads, self._copies)
+
+    def copies(self) -> SimpleQueue[Callable[[], None] | None]:
+        """What a new thread for a device calls, one after another."""
+        with self._lock:
+            found: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+            self._copiers.append(_start_thread(f"bminf-lite-copy-{len(self._copies)}", found))
+            self._copies.append(found)
+            return found
 
     def start(self, upload: _Upload) -> None:
         """Let the threads read the pieces of an upload, after those of earlier ones."""
         if not upload.count:
             upload.done.set()
-        work = partial(self._copy_next, upload)
+        work = partial(self._read_next, upload)
         for _ in range(upload.count):
             self._pieces.put(work)
 
@@ -130,34 +133,50 @@ class StagingBuffers:
 
     def close(self) -> None:
         """Wait for what is read and copied, and end the threads; twice is harmless."""
-        self._end()
-        for thread in self._threads:
-            thread.join()
+        if self._end.detach() is not None:
+            _end_threads(self._pieces, len(self._readers))
+            for thread in self._readers:
+                thread.join()
+            for copies, thread in zip(self._copies, self._copiers, strict=True):
+                _end_threads(copies, 1)
+                thread.join()
         for buffer in range(len(self.buffers)):
             self._wait(buffer)
 
-    def _copy_next(self, upload: _Upload) -> None:
-        """Read the next piece of an upload, and queue its copies."""
+    def _read_next(self, upload: _Upload) -> None:
+        """Read the next piece of an upload, and hand it to the threads of the devices that want it."""
         try:
             offset = next(upload.piece) * upload.piece_bytes
             if self.is_stopped or upload.has_failed:
                 raise UploadsStopped(STOPPED)
-            self._copy(upload, offset, min(upload.piece_bytes, upload.nbytes - offset))
+            piece = _Piece(upload, offset, min(upload.piece_bytes, upload.nbytes - offset), self._free.get())
         except BaseException as error:
             upload.fail(error)
-        finally:
             upload.end_piece()
-
-    def _copy(self, upload: _Upload, offset: int, count: int) -> None:
-        buffer = self._free.get()
+            return
         try:
-            self._wait(buffer)
-            upload.read(self.buffers[buffer][:count], offset)
-            for target in upload.targets:
-                self._copying[buffer].append(target.device)
-                target.copy(buffer, offset, count)
-        finally:
-            self._free.put(buffer)
+            self._wait(piece.buffer)
+            upload.read(self.buffers[piece.buffer][: piece.nbytes], offset)
+        except BaseException as error:
+            upload.fail(error)
+            self._end_piece(piece)
+            return
+        for target in upload.targets:
+            target.copies.put(partial(self._copy, target, piece))
+
+    def _copy(self, target: _Target, piece: _Piece) -> None:
+        """Queue the copy of a piece to a device."""
+        try:
+            self._copying[piece.buffer].append(target.device)
+            target.copy(piece.buffer, piece.offset, piece.nbytes)
+        except BaseException as error:
+            piece.upload.fail(error)
+        if piece.is_copied():
+            self._end_piece(piece)
+
+    def _end_piece(self, piece: _Piece) -> None:
+        self._free.put(piece.buffer)
+        piece.upload.end_piece()
 
     def _wait(self, buffer: int) -> None:
         for device in self._copying[buffer]:
@@ -171,6 +190,7 @@ class Uploader:
     def __init__(self, staging: StagingBuffers, device: Uploads):
         self.staging = staging
         self.device = device
+        self._copies = staging.copies()
         self._uploads: list[_Upload] = []
         self._batch = _Batch()
         self._divided = 0
@@ -180,7 +200,7 @@ class Uploader:
 
         Work that is queued after :meth:`finish` finds them there. Until then nothing else may use that memory.
         """
-        target = _Target(self.device, self._batch, address)
+        target = _Target(self.device, self._copies, self._batch, address)
         upload = _Upload(read, nbytes, self.staging.buffer_bytes, [target])
         self._uploads.append(upload)
         self.staging.start(upload)
@@ -191,7 +211,7 @@ class Uploader:
         Every rank calls this for the same matrices in the same order. A buffer has room for a row. Raises
         :class:`UploadsStopped`.
         """
-        target = _Target(self.device, self._batch, address, columns)
+        target = _Target(self.device, self._copies, self._batch, address, columns)
         at_once = self.staging.buffer_bytes // columns.pitch * columns.pitch
         upload = _Upload(read, rows * columns.pitch, at_once, [target])
         self._uploads.append(self.staging.divide(self._divided, upload))
@@ -253,6 +273,7 @@ class _Target:
     """Where a device gets what is read: all of it, or some columns, from ``address`` on."""
 
     device: Uploads
+    copies: SimpleQueue[Callable[[], None] | None]
     batch: _Batch
     address: int
     columns: Columns | None = None
@@ -294,12 +315,39 @@ class _Upload:
         self.done.set()
 
 
-def _run_all(pieces: SimpleQueue[Any]) -> None:
-    while (work := pieces.get()) is not None:
+class _Piece:
+    """``nbytes`` of an upload from ``offset`` on, in a buffer from which some devices copy them."""
+
+    def __init__(self, upload: _Upload, offset: int, nbytes: int, buffer: int) -> None:
+        self.upload, self.offset, self.nbytes, self.buffer = upload, offset, nbytes, buffer
+        self._left = len(upload.targets)
+        self._lock = threading.Lock()
+
+    def is_copied(self) -> bool:
+        """Whether the copy to the last device has been queued, which each device tells by calling this once."""
+        with self._lock:
+            self._left -= 1
+            return not self._left
+
+
+def _start_thread(name: str, works: SimpleQueue[Any]) -> threading.Thread:
+    thread = threading.Thread(target=_run_all, args=(works,), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _run_all(works: SimpleQueue[Any]) -> None:
+    while (work := works.get()) is not None:
         work()
         del work  # nothing of a model is kept while the thread waits
 
 
-def _end_threads(pieces: SimpleQueue[Any], count: int) -> None:
+def _end_threads(works: SimpleQueue[Any], count: int) -> None:
     for _ in range(count):
-        pieces.put(None)
+        works.put(None)
+
+
+def _end_all(pieces: SimpleQueue[Any], count: int, copies: list[SimpleQueue[Any]]) -> None:
+    _end_threads(pieces, count)
+    for works in copies:
+        _end_threads(works, 1)

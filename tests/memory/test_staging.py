@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from safetensors.numpy import save_file
 from bminf_lite.backend.stored_matrix import StoredMatrix
 from bminf_lite.checkpoint.safetensors_file import SafetensorsFile
 from bminf_lite.errors import CheckpointError
-from bminf_lite.memory.staging import Columns, StagingBuffers, Uploader, UploadsStopped, thread_count
+from bminf_lite.memory.staging import Columns, StagingBuffers, Uploader, UploadsStopped
 
 
 class LateDevice:
@@ -218,11 +217,7 @@ def test_a_rank_that_fails_stops_the_others(where: str) -> None:
         assert bytes(device.memory[:10]) == bytes((*range(5), *range(10, 15)))
 
 
-def test_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks together have no more threads than there are cores, and no fewer than one rank."""
-    for cores, ranks, expected in ((2, 1, 16), (2, 8, 16), (32, 1, 16), (32, 2, 32), (32, 8, 32), (128, 4, 64)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
-        assert thread_count(ranks) == expected
+def test_ranks_share_the_threads_that_read() -> None:
     uploaders = ranks_of(2, 2000, 20, 8, threads=3)
     running, most, lock = 0, 0, threading.Lock()
 

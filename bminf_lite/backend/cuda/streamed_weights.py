@@ -217,9 +217,8 @@ class FileStaging:
         """What reads files for a GPU."""
         with self._lock:
             if self._pinned is None or self._staging is None:
-                threads = staging.thread_count(self.ranks)
-                self._pinned = PinnedBuffers(threads * staging.BUFFERS_PER_THREAD, staging.BUFFER_BYTES)
-                self._staging = staging.StagingBuffers(self._pinned.buffers, threads, self.ranks)
+                self._pinned = PinnedBuffers(staging.THREADS * staging.BUFFERS_PER_THREAD, staging.BUFFER_BYTES)
+                self._staging = staging.StagingBuffers(self._pinned.buffers, staging.THREADS, self.ranks)
             return staging.Uploader(self._staging, PinnedCopies(self._pinned, device, stream))
 
     def abort(self) -> None:
