@@ -24,7 +24,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-THREADS = 16
+THREADS = 12
 """Threads that read, for however many devices."""
 BUFFERS_PER_THREAD = 2
 BUFFER_BYTES = 8 << 20
