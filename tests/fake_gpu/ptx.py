@@ -1081,7 +1081,7 @@ def _complete(grid: Grid, instruction: Instruction, lanes: Lanes) -> np.ndarray:
 
 def _copy_16(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     """``cp.async``: 16 bytes, of which the last may be zeros. A thread's own waits do not matter here."""
-    target, source, size, *rest = instruction.operands
+    target, source, size, *rest = _without_hint(instruction)
     assert int(np.max(grid.get(size, "s32", lanes))) == 16, instruction
     count = np.broadcast_to(grid.get(rest[0], "s32", lanes) if rest else np.full(1, 16), grid.numbers(lanes).shape)
     memory, index = grid.view("shared", grid.address(target, lanes), 16 // 4, 4, lanes, Kind.WRITE)
@@ -1096,6 +1096,11 @@ def _copy_16(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
     words_of_lane = np.ascontiguousarray(data).view(np.uint32)
     for i in range(4):
         memory[index + i] = words_of_lane[:, i]
+
+
+def _without_hint(instruction: Instruction) -> Sequence[str]:
+    """The operands of a copy but for what the L2 cache does with its lines."""
+    return instruction.operands[:-1] if "L2::cache_hint" in instruction.op else instruction.operands
 
 
 def _copy(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
@@ -1115,7 +1120,7 @@ def _copy(grid: Grid, instruction: Instruction, lanes: Lanes) -> None:
         begin, sizes = grid.address(source, lanes), grid.get(size, "s32", lanes)
         assert not (begin % 16).any() and not (sizes % 16).any(), "a prefetch is not aligned"
         return
-    target, source, size, barrier = instruction.operands
+    target, source, size, barrier = _without_hint(instruction)
     to, origin = grid.address(target, lanes), grid.address(source, lanes)
     sizes = np.broadcast_to(grid.get(size, "s32", lanes), to.shape)
     assert not (to % 16 | origin % 16 | sizes % 16).any(), "a bulk copy is not aligned"

@@ -77,12 +77,26 @@ __device__ __forceinline__ void st_shared_v4(unsigned address, uint4 x) {
 
 // ---- cp.async ----------------------------------------------------------------------------------------------------
 
+// The policy of lines that the L2 cache evicts first, as createpolicy encodes it.
+constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;
+
 // Copies 16 bytes. Complete when its group has been waited for; before 8.0 at once.
 __device__ __forceinline__ void cp_async_16(unsigned target, const void* source) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 #else
     st_shared_v4(target, *static_cast<const uint4*>(source));
+#endif
+}
+
+// The same of bytes that are read once: their lines are the first that the L2 cache evicts.
+__device__ __forceinline__ void cp_async_16_evict_first(unsigned target, const void* source) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "l"(EVICT_FIRST)
+                 : "memory");
+#else
+    cp_async_16(target, source);
 #endif
 }
 
@@ -183,6 +197,16 @@ __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* sourc
         : "memory");
 }
 
+// The same of bytes that are read once: their lines are the first that the L2 cache evicts.
+__device__ __forceinline__ void cp_async_bulk_evict_first(
+    unsigned target, const void* source, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(target),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST)
+        : "memory");
+}
+
 // Loads `bytes` into the L2 cache. The size and the address are multiples of 16 bytes.
 __device__ __forceinline__ void prefetch_bulk_l2(const void* source, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
@@ -233,7 +257,6 @@ __device__ __forceinline__ void tma_load_2d(
 // The same for a matrix that is read once: its lines are the first that the L2 cache evicts.
 __device__ __forceinline__ void tma_load_2d_evict_first(
     unsigned target, const TensorMap& map, int column, int row, unsigned barrier) {
-    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // the policy as createpolicy encodes it
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),

@@ -196,7 +196,7 @@ private:
             for (int i = 0; i < CHUNKS; ++i) {
                 const bool exists = has_part(i) && column + i * FEW_CHUNK < rows.matrix.pitch;
 #if __CUDA_ARCH__ >= 900
-                if (exists) cp_async_16(stages + stage * UNIT + i * FEW_CHUNK, source + i * FEW_CHUNK);
+                if (exists) cp_async_16_evict_first(stages + stage * UNIT + i * FEW_CHUNK, source + i * FEW_CHUNK);
 #else
                 loaded[i] = exists ? __ldcs(reinterpret_cast<const int4*>(source + i * FEW_CHUNK)) : int4{};
 #endif

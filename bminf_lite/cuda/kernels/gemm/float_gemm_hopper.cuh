@@ -19,7 +19,6 @@ __device__ __forceinline__ void tma_load_4d(
 // The same of a weight that is read once: its lines are the first that the L2 cache evicts.
 __device__ __forceinline__ void tma_load_4d_evict_first(
     unsigned target, const TensorMap& map, int column, int group, unsigned barrier) {
-    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // the policy as createpolicy encodes it
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(target),

@@ -192,7 +192,7 @@ struct WeightStream {
             const int column = unit.segment * UNIT, bytes = min(UNIT, pitch - column);
             const int8* source = weight + static_cast<size_t>(block.group(unit.row)) * pitch + column;
             mbarrier_arrive_expect_tx(barriers + 8 * stage, bytes);
-            cp_async_bulk(stages + stage * UNIT, source, bytes, barriers + 8 * stage);
+            cp_async_bulk_evict_first(stages + stage * UNIT, source, bytes, barriers + 8 * stage);
         }
 #else
         const int column = unit.segment * UNIT + lane * 16;
