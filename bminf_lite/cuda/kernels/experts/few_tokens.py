@@ -41,8 +41,10 @@ ROUTING_SCRATCH = 2 * 4 * MAX_EXPERTS
 STATIC_SHARED_MEMORY = 8 << 10
 """Static shared memory of a block, at most."""
 FUNCTIONS = (*numbers(Activation), CLAMPED_SWIGLU)
-UNITS = (2048, 1536, 768)
+UNITS = (2048, 1536, 768, 512)
 """Bytes of a unit of a row."""
+SHORT_UNIT = 768
+"""Those of pipelines of ``FIRST_CHUNKS`` and ``SECOND_CHUNKS``."""
 FIRST_CHUNKS, SECOND_CHUNKS = 16, 6
 """Chunks in the pipelines of both products, where a block of the second one has the rows of one to two of them.
 
@@ -107,7 +109,7 @@ class FewTokens:
         if shared >= LARGE_SHARED_MEMORY:
             defines = defines_for(FIRST_CHUNKS)
             yield KernelFamily(cls.source, "few_tokens_hidden", (SHORT_EACH, *values[1:]), _possible_hidden, defines)
-            short = (SHORT_EACH, BOOLEANS, UNITS[-1:], BOOLEANS)
+            short = (SHORT_EACH, BOOLEANS, (SHORT_UNIT,), BOOLEANS)
             yield KernelFamily(cls.source, "few_tokens_down", short, defines=defines_for(SECOND_CHUNKS))
 
     @classmethod
@@ -336,7 +338,7 @@ class FewTokens:
         if experts_of_a_lane(spec.num_experts) not in SHORT_EACH or spec.score is Score.SPARSE_MIXER:
             return False
         rows = pairs * share_of(down.out_features, 1, self._launcher.num_sms)[1]
-        unit, pipelines = UNITS[-1], WARPS * SECOND_CHUNKS * FEW_CHUNK
+        unit, pipelines = SHORT_UNIT, WARPS * SECOND_CHUNKS * FEW_CHUNK
         if self._launcher.max_shared < LARGE_SHARED_MEMORY or best_unit(rows, down.pitch) != unit:
             return False
         return pipelines < rows * round_up(down.pitch, unit) <= 2 * pipelines
