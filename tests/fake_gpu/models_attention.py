@@ -25,7 +25,7 @@ from bminf_lite.cuda.kernels.constants import (
 )
 
 from .launching import Call, model
-from .models_rows import product_values, rounded
+from .models_rows import product_values, rounded, sigmoid
 
 F32, F16 = np.float32, np.float16
 
@@ -178,6 +178,10 @@ def attention_decode(call: Call) -> None:
         if has_new_key:
             store(cache, tables[b], int(position), k[b : b + 1], v[b : b + 1])
         out[b] = over_cache(call, q[b : b + 1], cache, tables[b], int(position), score_options)
+    if call.gate:
+        call.require(work is DecodeWork.ONE_PAIR and unit > 1, "no instantiation for gates")
+        gate = call.rows("gate", count, call.gate_pitch, call.heads * call.head_dim, F16, align=0)
+        out[:] = (out.astype(F32) * sigmoid(gate.astype(F32))).astype(F16)
 
 
 def score_options_of(call: Call, scores: ScoreKind) -> dict[str, Any]:

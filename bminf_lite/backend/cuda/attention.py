@@ -84,16 +84,23 @@ class AttentionLaunches:
             stream=self.arrays.stream.ptr, dependent=True,
         )  # fmt: skip
 
+    def gates_outputs(self, spec: AttentionSpec, batch: ForwardBatch) -> bool:
+        """Whether :meth:`decode` multiplies the outputs of ``batch`` by their gates."""
+        is_plain = spec.gate_function == "sigmoid" and not spec.gate_by_head
+        decode = self.kernels.attention_decode
+        return is_plain and decode.gates_outputs(spec, batch.batch_size, batch.max_context_len)
+
     def decode(
         self, x: cp.ndarray, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch, table: cp.ndarray,
-        out: cp.ndarray, lengths: cp.ndarray | None = None, is_shared: bool = False,
+        out: cp.ndarray, lengths: cp.ndarray | None = None, is_shared: bool = False, gate: cp.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Attention of one token per sequence over its cache, or over a source of ``lengths``.
 
         If the cache ``is_shared``, it has the token's key and value already, and ``x`` has queries alone. In a batch
         that has drafts, it has those of the drafts before a token too, as many as there are other rows at most.
         Otherwise tokens see those of the drafts before them: the kernel prepares these itself if it can, or another one
-        stores all of them first.
+        stores all of them first. Outputs are multiplied by the sigmoid of a ``gate``, fp16 ``[B, heads * head_dim]``;
+        see :meth:`gates_outputs`.
         """
         decode, count = self.kernels.attention_decode, batch.batch_size
         longest = batch.max_context_len if lengths is None else batch.max_source_len
@@ -108,7 +115,7 @@ class AttentionLaunches:
         arrivals = self.scratch.zeros("arrival counts", decode.arrival_elements(spec, count), np.int32)
         decode.launch(
             self.kernels.step, x, spec, cache, batch.context_lens, table, records, arrivals, out, longest, lengths,
-            is_shared, written, offsets,
+            is_shared, written, offsets, gate,
         )  # fmt: skip
 
     def prepared_heads(

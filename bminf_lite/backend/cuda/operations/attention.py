@@ -33,6 +33,13 @@ class CudaAttentionOperations(CudaStepOperations, AttentionOperations):
     def attention(self, qkv: Array, spec: AttentionSpec, cache: LayerCache, batch: ForwardBatch) -> Array:
         if spec.output_gate:
             gate, heads = self._gate_and_heads(qkv, spec)
+            decodes, prompts = batch.parts
+            if prompts is None and decodes is not None and self.launches.gates_outputs(spec, decodes):
+                out = self.arrays.rows(gate.shape[0], gate.shape[1], np.float16)
+                plain, count = replace(spec, output_gate=False), decodes.batch_size
+                table = decodes.block_tables[cache.group]
+                self.launches.decode(heads[:count], plain, cache, decodes, table, out[:count], gate=gate)
+                return out
             out = self.attention(heads, replace(spec, output_gate=False), cache, batch)
             self.kernels.pointwise.gate_rows(self.kernels.step, out, gate, spec)
             return out

@@ -298,7 +298,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
     const int* block_tables, int table_pitch, int sequences, CACHE* keys, CACHE* values, __half* key_scales,
     __half* value_scales, float* records, int record_capacity, int* arrival_counts, __half* out, long long out_pitch,
     int heads, int kv_heads, int head_dim, int head_pitch, int window, float scale, const float* bias, int max_distance,
-    const int* lengths, int max_segments, float softcap, int starts_next, int written, const int* draft_offsets) {
+    const int* lengths, int max_segments, float softcap, int starts_next, int written, const int* draft_offsets,
+    const __half* gate, long long gate_pitch) {
     constexpr bool HOLDS_SCORES = KIND == BIASED || KIND == CAPPED || KIND == ALIBI;  // else scaled dot products
     constexpr int ROW = D * sizeof(CACHE), EACH = 16 / sizeof(CACHE);  // bytes of a head, elements of a piece
     constexpr int PIECES = ROW / 16;                                   // of a head
@@ -815,6 +816,23 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
             }
             if (sub == 0) st_shared_float(total + sub_head * 4, __fadd_rn(low, high));
         }
+        // Of the thread's outputs, if they have gates. They are on their way while the values are multiplied.
+        constexpr bool HAS_GATES = UNIT > 1 && WORK == ONE_PAIR;
+        const auto element_of = [&](int p, int m) {
+            return rank * RANK_ELEMENTS + (warp + p * WARPS) * GROUP + ValueFragments<CACHE>::element(m / 2);
+        };
+        [[maybe_unused]] __half gates[HAS_GATES ? PARTS : 1][4];
+        if constexpr (HAS_GATES) {
+            const __half* own = gate + task.sequence * gate_pitch + (task.heads.first + head) * head_dim;
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    const int element = element_of(p, m);
+                    const bool exists = gate && warp + p * WARPS < ELEMENT_TILES && head + m % 2 < task.heads.count;
+                    gates[p][m] = exists && element < head_dim ? own[m % 2 * head_dim + element] : __half();
+                }
+        }
         float o[PARTS][4] = {};  // of the segment
         if (ELEMENT_TILES >= WARPS || warp < ELEMENT_TILES || !RESIDENT) {
             using Operands = OutputStep<CACHE, PARTS, SUB>;
@@ -953,7 +971,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_decode(
                     if (!folds)
                         place.outputs(task.record, h)[element] = o[p][m];
                     else if (rank * RANK_ELEMENTS + element < head_dim)
-                        target[h * head_dim + rank * RANK_ELEMENTS + element] = y[m];
+                        target[h * head_dim + rank * RANK_ELEMENTS + element] =
+                            HAS_GATES && gate ? gated(y[m], gates[HAS_GATES ? p : 0][m]) : y[m];
                 }
             }
         }

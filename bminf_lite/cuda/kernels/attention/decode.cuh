@@ -330,4 +330,10 @@ __device__ __forceinline__ void merge_records(
     sync();
 }
 
+// fp16(x * sigmoid(gate)), as gate_rows computes it.
+__device__ __forceinline__ __half gated(__half x, __half gate) {
+    const float open = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-__half2float(gate))));
+    return __float2half_rn(__fmul_rn(__half2float(x), open));
+}
+
 }  // namespace bminf

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ....backend.cache_values import LayerCache
 from ....backend.values import AttentionSpec
 from ...runtime.driver import shared_memory_per_block
-from ..arrays import HEAD_PAD, address, ceil_div, nbytes_of, pitch_of, round_up
+from ..arrays import HEAD_PAD, address, ceil_div, nbytes_of, pitch_of, pointer_and_pitch, round_up
 from ..constants import (
     DECODE_GROUP,
     DECODE_HEADS,
@@ -235,6 +235,11 @@ class AttentionDecode:
         config = launch_config(capability, spec.head_dim, kind, grid.unit, grid.work, element)
         return prepares_drafts(capability, config, kind, grid.unit, grid.work, element)
 
+    def gates_outputs(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> bool:
+        """Whether :meth:`launch` takes a ``gate``: where a cluster of blocks computes each pair from its first key."""
+        grid = self.grid(spec, batch_size, max_context_len)
+        return grid.unit > 1 and grid.work is DecodeWork.ONE_PAIR
+
     def record_elements(self, spec: AttentionSpec, batch_size: int, max_context_len: int) -> int:
         """fp32 numbers of the scratch ``records``, for contexts of at most ``max_context_len`` tokens."""
         segments = batch_size * pair_groups(spec) * ceil_div(max_context_len, SEGMENT)
@@ -260,6 +265,7 @@ class AttentionDecode:
         is_shared: bool = False,
         written: int = 0,
         draft_offsets: cp.ndarray | None = None,
+        gate: cp.ndarray | None = None,
     ) -> None:
         """Attention of one new token per sequence, fp16 ``[B, heads * head_dim]``, into ``out``.
 
@@ -273,6 +279,9 @@ class AttentionDecode:
         With ``draft_offsets``, int32 ``[B]``, of which none is above ``DECODE_MAX_DRAFTS``, row ``b`` sees the keys and
         values of the tokens of that many rows before it, which are of the same sequence and one after another; see
         :meth:`prepares_drafts`. No earlier kernel of the step has stored them.
+
+        With a ``gate``, fp16 ``[B, heads * head_dim]`` at any pitch, outputs are multiplied by its sigmoid, as
+        :meth:`.PointwiseKernels.gate_rows` does; see :meth:`gates_outputs`.
 
         ``records`` is fp32, of at least :meth:`record_elements`, ``arrival_counts`` int32, of at least
         :meth:`arrival_elements`. No other kernel may use them at the same time. ``max_context_len`` is a
@@ -331,6 +340,7 @@ class AttentionDecode:
                 starts_next,
                 written,
                 address(draft_offsets),
+                *pointer_and_pitch(gate),
             ),
             shared=config.shared(element, grid.unit) + (config.draft_bytes(element) if has_drafts else 0),
             cluster=grid.unit if grid.unit > 1 else None,
