@@ -182,8 +182,8 @@ __device__ __forceinline__ void hidden_values(
     const unsigned inverse = (65535 + pairs) / pairs;  // pair / pairs == pair * inverse / 65536
     multiply_units<UNIT>(
         stream, units,
-        [&](const RowUnits& unit) { return tokens_codes + ((first_pair + unit.expert) * inverse >> 16) * width; },
-        sums);
+        [&](const RowUnits& unit) { return tokens_codes + ((first_pair + unit.expert) * inverse >> 16) * width; }, sums,
+        [] {});
     if constexpr (Side::EXISTS)
         for_groups([&](int i, int pair, int channel) {
             float found[4];
@@ -338,9 +338,9 @@ __device__ __forceinline__ void quantize_pairs(
 // k: elements of a row of `hidden`, whose pitch in the weight is `pitch`. ADD: to fp32 values in memory. ROTATED: the
 // rows are rotated in blocks of `rotation` elements. addend: fp32 [tokens, addend_pitch], or null where an expert is
 // shared or none is; gate: [tokens], or null for ones. With scales_input the results are added as they are.
-// launches_early: the successor may start at once; else it starts after the wait, so that its loads do not delay those
-// of this kernel. The first block writes topk_ids and topk_weights, [tokens, top_k]. Dynamic shared memory as above,
-// with pairs * width bytes of codes; then an fp32 scale and an fp32 bias for each row that the block has.
+// launches_early: the successor may start at once; else it starts when the warps have started their last loads, which
+// its own would delay. The first block writes topk_ids and topk_weights, [tokens, top_k]. Dynamic shared memory as
+// above, with pairs * width bytes of codes; then an fp32 scale and an fp32 bias for each row that the block has.
 template <int EACH, bool ADD, int UNIT, bool ROTATED, class Side>
 __device__ __forceinline__ void add_results(
     const Side& side, const Router router, const float* logits, int* topk_ids, float* topk_weights,
@@ -397,12 +397,13 @@ __device__ __forceinline__ void add_results(
     const int outputs = tokens * share.count, first = threadIdx.x;
     int token = first < outputs ? first / share.count : 0;
     wait_on_dependent_grids();
-    if (!launches_early) launch_dependent_grids();
+    if (stream.unit.remaining <= 0) launch_dependent_grids();
     if (first < outputs) load_operands(token, share.first + first - token * share.count);
     quantize_pairs<ROTATED>(
         hidden, hidden_pitch, pairs, each, each - top_k, k, width, rotation, rotation_scale, codes, x_scales);
     __syncthreads();
-    multiply_units<UNIT>(stream, units, [&](const RowUnits& unit) { return codes + unit.expert * width; }, sums);
+    multiply_units<UNIT>(
+        stream, units, [&](const RowUnits& unit) { return codes + unit.expert * width; }, sums, launch_dependent_grids);
     if constexpr (Side::EXISTS)
         for_groups([&](int pair, int place) {
             float found[4];

@@ -210,10 +210,11 @@ private:
 };
 
 // Adds the products of a warp's units, from `unit` on, to the sums of their rows. codes: a function from a unit to
-// those of its row, with zeros up to whole units.
-template <int UNIT, bool GATED, class Codes>
+// those of its row, with zeros up to whole units. requested: is called behind each unit, from
+// that on with which the warp has started its last load.
+template <int UNIT, bool GATED, class Codes, class Requested>
 __device__ __forceinline__ void multiply_units(
-    RowStream<UNIT, GATED>& stream, RowUnits unit, const Codes& codes, int* sums) {
+    RowStream<UNIT, GATED>& stream, RowUnits unit, const Codes& codes, int* sums, const Requested& requested) {
     const int lane = threadIdx.x % WARP;
     constexpr int CHUNKS = RowStream<UNIT, GATED>::CHUNKS;
     int4 c[CHUNKS];
@@ -228,6 +229,7 @@ __device__ __forceinline__ void multiply_units(
             held = needed;
         }
         const int sum = stream.multiply(c);
+        if (stream.unit.remaining <= 0) requested();
         if (lane == 0) red_shared(sums + unit.row, sum);
     }
 }
