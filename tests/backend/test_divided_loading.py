@@ -21,6 +21,7 @@ from bminf_lite.memory import staging
 
 pytestmark = pytest.mark.gpu
 OUT, IN, LAYERS = 96, 384, 3
+STAGING = "bminf-lite-read", "bminf-lite-copy"
 
 
 @pytest.fixture(params=["one GPU", "two GPUs", "three ranks"])
@@ -31,7 +32,7 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     before = set(threading.enumerate())  # a model that another test left open may have readers
     with closing(Ranks(devices)) as made:
         yield made
-    assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("bminf-lite-read")]
+    assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith(STAGING)]
 
 
 class File:

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from bminf_lite.backend.stored_matrix import StoredMatrix
 from bminf_lite.checkpoint.safetensors_file import SafetensorsFile
-from bminf_lite.errors import CheckpointError
+from bminf_lite.errors import CheckpointError, DeviceError
 from bminf_lite.memory.staging import Columns, StagingBuffers, Uploader, UploadsStopped
 
 
@@ -215,6 +215,24 @@ def test_a_rank_that_fails_stops_the_others(where: str) -> None:
     for uploader in (first, second):
         device: Any = uploader.device
         assert bytes(device.memory[:10]) == bytes((*range(5), *range(10, 15)))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_copy_that_a_device_refuses_is_an_error_of_those_that_wait_for_it(failing: int) -> None:
+    uploaders, content = ranks_of(2, 2000, 20, 3), Content(bytes(range(100)))
+
+    def refuse(buffer: int, columns: Columns, rows: int, address: int) -> None:
+        raise DeviceError("refused")
+
+    device: Any = uploaders[failing].device
+    device.copy_columns = refuse
+    for rank, uploader in enumerate(uploaders):
+        uploader.upload_columns(content.read, 10, Columns(5 * rank, 5, 10), 0)
+    for uploader in uploaders:
+        with pytest.raises(DeviceError, match="refused"):
+            uploader.finish()
+    uploaders[0].staging.close()
+    assert not [t for t in threading.enumerate() if t in uploaders[0].staging._copiers + uploaders[0].staging._readers]
 
 
 def test_ranks_share_the_threads_that_read() -> None:
