@@ -46,7 +46,7 @@ MAX_BATCH = 1 << 16
 """The bound of ``max_batch``: each sequence takes memory of the host, in tables, when the first request comes."""
 MAX_BATCHED_TOKENS = 1 << 16
 """The bound of ``max_num_batched_tokens``."""
-TEXT_TOKENS, TEXT_PRODUCTS = 8192, 10**13
+TEXT_TOKENS, TEXT_PRODUCTS = 8192, 2 * 10**13
 """A batch of texts has the tokens that take ``TEXT_PRODUCTS`` products of two numbers, but ``TEXT_TOKENS`` at least."""
 
 
