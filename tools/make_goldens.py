@@ -1094,6 +1094,7 @@ CASES |= {
         "two rotations": {
             "layer_types": ["full_attention", "conv", "sliding_attention"],
             "num_hidden_layers": 3,
+            "norm_eps": 0.1,
             "rope_parameters": {
                 "full_attention": YARN,
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
