@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cuda.kernels.constants import SKINNY_HOPPER_TILES
+from ..cuda.kernels.constants import MAX_FEW_TOKENS, SKINNY_HOPPER_TILES
 from .cache_memory import CacheGroup
 
 WEIGHT_SECONDS = 1.7e-14
@@ -34,7 +34,9 @@ NORM_SECONDS = 1.3e-6
 """Seconds that a vector of a norm adds to each product that applies it: the row passes through it first."""
 MIXTURE_SECONDS = 8e-6
 """Seconds that a mixture takes beyond its products: the router, the choice, and both products' waits for them."""
-LATENT_SECONDS = 4e-6
+SORT_SECONDS = 16e-6
+"""Seconds that are added where more than ``MAX_FEW_TOKENS`` tokens are sorted by expert, and their results summed."""
+LATENT_SECONDS = 2e-6
 """Seconds that a layer's latent attention takes beyond attention."""
 LAYER_INPUT_SECONDS = 4.7e-6
 """Seconds that a layer's own input takes beyond its products: its gate and its norm."""
@@ -100,7 +102,8 @@ class StepWork:
             moved += nbytes
             compute += nbytes * INT8_CACHE_SECONDS * group.is_int8
         launches = self.launches * LAUNCH_SECONDS + self.norm_vectors * NORM_SECONDS
-        waits = len(self.experts) * MIXTURE_SECONDS + self.latents * LATENT_SECONDS
+        each = MIXTURE_SECONDS + SORT_SECONDS * (batch > MAX_FEW_TOKENS)
+        waits = len(self.experts) * each + self.latents * LATENT_SECONDS
         waits += self.layer_inputs * LAYER_INPUT_SECONDS
         return moved / bandwidth + compute + launches + waits
 
