@@ -314,12 +314,11 @@ class AttentionSpec:
     window), and in an encoder's those less than ``window`` tokens before or behind it. ``q_norm`` and ``k_norm``
     normalise each head before the rotation, or behind it with ``norm_after_rope``, and ``v_norm`` each head of values;
     all have one epsilon. ``norm_after_rope`` excludes a ``bias``, a ``softcap`` and ``sinks``. With an ``output_gate``,
-    the output is multiplied by the ``gate_function`` (``sigmoid`` or ``softplus``) of a gate for each of its
-    elements, or with ``gate_by_head`` for each head. A ``softcap``, a ``LinearBias`` and an
-    ``output_gate`` are for causal self-attention only. ``sinks`` fp32 ``[heads]`` is one more score of each head, whose
-    value is zero: it takes a share of the softmax. They are for causal self-attention without a ``bias`` or a
-    ``softcap`` only. ``int8_norms`` stand for ``q_norm`` and ``k_norm`` where the cache is int8, and give the same
-    scores.
+    the output is multiplied by the ``gate_function`` (``sigmoid`` or ``softplus``) of a gate for each of its elements,
+    or with ``gate_by_head`` for each head. A ``softcap``, a ``LinearBias`` and an ``output_gate`` are for causal
+    self-attention only. ``sinks`` fp32 ``[heads]`` is one more score of each head, whose value is zero: it takes a
+    share of the softmax. They are for causal self-attention without a ``bias`` or a ``softcap`` only. ``int8_norms``
+    stand for ``q_norm`` and ``k_norm`` where the cache is int8, and give the same scores.
     """
 
     heads: int

@@ -147,8 +147,8 @@ class CudaDevice(HostDevice):
         return run
 
     def expect_weights(self, nbytes: int) -> None:
-        ahead = self.arena.map_ahead, (nbytes, AHEAD_BYTES)
-        threading.Thread(target=ahead[0], args=ahead[1], name="bminf-lite-map", daemon=True).start()
+        name, sizes = "bminf-lite-map", (nbytes, AHEAD_BYTES)
+        threading.Thread(target=self.arena.map_ahead, args=sizes, name=name, daemon=True).start()
 
     def make_current(self) -> None:
         self.device.make_current()

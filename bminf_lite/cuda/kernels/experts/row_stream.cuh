@@ -210,8 +210,8 @@ private:
 };
 
 // Adds the products of a warp's units, from `unit` on, to the sums of their rows. codes: a function from a unit to
-// those of its row, with zeros up to whole units. requested: is called behind each unit, from
-// that on with which the warp has started its last load.
+// those of its row, with zeros up to whole units. requested: is called behind each unit from that on with which the
+// warp has started its last load.
 template <int UNIT, bool GATED, class Codes, class Requested>
 __device__ __forceinline__ void multiply_units(
     RowStream<UNIT, GATED>& stream, RowUnits unit, const Codes& codes, int* sums, const Requested& requested) {
