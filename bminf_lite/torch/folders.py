@@ -68,7 +68,7 @@ def from_migrated(
         kind = getattr(transformers, names[0], None) if names else None
         if kind is None:
             raise CheckpointError(f"{path}: config.json names no class of transformers in architectures: {names}")
-        config = kind.config_class.from_pretrained(path)
+        config = _config_class(kind, opened.checkpoint.config.get("model_type")).from_pretrained(path)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         config.dtype = dtype
@@ -93,6 +93,19 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def _config_class(kind: Any, model_type: str | None) -> Any:
+    """The class of a model's ``config.json``: that of its type, whose defaults may differ from those of its class.
+
+    A type of text and images has a configuration for each, so its text model's is that of the class.
+    """
+    import transformers
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        return kind.config_class
+    own = transformers.CONFIG_MAPPING[model_type]
+    return kind.config_class if own.sub_configs else own
 
 
 def _fill(model: Any, weights: CheckpointWeights, dtype: torch.dtype) -> None:
@@ -131,7 +144,8 @@ def _fill(model: Any, weights: CheckpointWeights, dtype: torch.dtype) -> None:
         elif not group.keys() & spec.tied.keys():
             kept = torch.float32 if attribute in owner._buffers else dtype
             tensors = {name: _tensor(weights.vector(name), kept) for name in group}
-            _assign(owner, attribute, fused_value(tensors, fused) if fused else torch.cat([*tensors.values()]))
+            joined = torch.cat([*tensors.values()]) if len(tensors) > 1 else next(iter(tensors.values()))
+            _assign(owner, attribute, fused_value(tensors, fused) if fused else joined)
     if has_experts:
         compute_one_by_one(model)
     by_name = {name: own for own, group in members.items() for name in group}

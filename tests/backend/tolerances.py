@@ -120,6 +120,9 @@ TOLERANCES: dict[tuple[str, type], Tolerance] = {
     ("logits", np.float32): Tolerance(
         6e-6, 0.0, "a few fp32 layers with another order of summation; the largest logit is the magnitude"
     ),
+    ("logits of random configurations", np.float32): Tolerance(
+        1.2e-5, 0.0, "the same; of 1,000 configurations one or two have a row that rounding moves by 6 to 9e-6"
+    ),
     ("logits", np.float16): Tolerance(
         5e-3, 0.0, "a few layers, every activation rounded to fp16, against fp32; the largest logit is the magnitude"
     ),

@@ -61,13 +61,15 @@ SHARED = ("attention/decode.cu", "attention/latent.cu", "attention/latent_few.cu
 ADAPTED_SPILL = 384
 """Bytes that ``gemm_hopper_adapted`` may spill with the widest tiles: around the loop over a tile's columns."""
 SMALL_SPILL = {
-    "shrink_many_rows": 8, "shrink_rows_and_quantize": 8, "grouped_gemm_adapted": 32, "router_many_rows": 72,
+    "shrink_many_rows": 20, "shrink_rows_and_quantize": 8, "grouped_gemm_adapted": 32, "router_many_rows": 72,
     "grouped_gemm_hopper_adapted": 192,
 }  # fmt: skip
-"""Bytes that these may spill: the first on 8.6 and 8.9, the second from 9.0 on, the third on 9.0, which has a kernel of
-its own, the fourth on 12.0, around its loop. The last loads four registers around the loop over a tile's columns, for
-each of seven heights.
+"""Bytes that these may spill: the first on 7.5, and up to 8 on 8.6 and 8.9, the second from 9.0 on, the third on 9.0,
+which has a kernel of its own, the fourth on 12.0, around its loop. The last loads four registers around the loop over a
+tile's columns, for each of seven heights.
 """
+CHOICE_SPILL = 124
+"""Bytes that the second product of few tokens may spill on 9.0 where a lane of the warp that chooses has 16 experts."""
 RECURRENT_SPILL = 512
 """Bytes that a scan of chunks may spill: addresses that wait for the end of a chunk. NVRTC 13.0 spills up to 452."""
 LARGE_STATE_SPILL = 1408
@@ -108,6 +110,8 @@ def allowed_spill(family: KernelFamily, arguments: tuple[object, ...], usage: Us
         return LARGE_STATE_SPILL if arguments[0] == MAMBA2_MAX_STATE_DIM else RECURRENT_SPILL
     if kernel_name(family.name) == "gemm_hopper_adapted":
         return ADAPTED_SPILL
+    if kernel_name(family.name) in ("few_tokens_down", "few_tokens_down_adapted") and arguments[0] == 16:
+        return CHOICE_SPILL
     if kernel_name(family.name) in SMALL_SPILL:
         return SMALL_SPILL[kernel_name(family.name)]
     if family.name == "transform" and arguments[3][1] == 16:  # type: ignore[index]
