@@ -102,7 +102,7 @@ def _config_class(kind: Any, model_type: str | None) -> Any:
     """
     import transformers
 
-    if model_type not in transformers.CONFIG_MAPPING:
+    if model_type is None or model_type not in transformers.CONFIG_MAPPING:
         return kind.config_class
     own = transformers.CONFIG_MAPPING[model_type]
     return kind.config_class if own.sub_configs else own
